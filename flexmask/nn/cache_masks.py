@@ -50,6 +50,21 @@ def lookback_of(mask: Mask) -> Lookback:
     return mask.form.kept("lookback", lambda: _lookback_of(separate(mask.form)))
 
 
+def lookback(mask: Mask) -> int | None:
+    """How many positions before a query the furthest key is to which a mask may let it attend, by its expression alone.
+
+    ``sliding_window(size=w)`` has ``w - 1``, whatever it is joined to by ``&``.
+
+    Args:
+        mask: the mask of the whole sequence.
+
+    Returns:
+        The number; None where the expression gives no limit, as where data decides it.
+    """
+    most = lookback_of(mask).most
+    return None if most == MAX_LENGTH else most
+
+
 def _lookback_of(form: Mask) -> Lookback:
     """The lookback of a form over separable leaves."""
     found: dict[int, Lookback] = {}
@@ -109,7 +124,7 @@ def mask_over_cache(mask: Mask, tokens: CallTokens) -> Mask:
     """The mask of a whole sequence as a mask over the keys in a cache, to lower with the same ``q_offset``.
 
     Data along queries and keys may have more values than there are tokens so far, and lengths may be those of the whole
-    sequence. Keys that the cache has dropped are left out: see :func:`first_dropped`.
+    sequence. Keys that the cache has dropped are left out: :func:`lookback` says how far back there may be some.
 
     Args:
         mask: the mask; its queries and keys are positions in the whole sequence.

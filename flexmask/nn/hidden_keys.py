@@ -1,4 +1,4 @@
-"""Keys in a cache that no query of a call may attend to: those that are dropped, those after the tokens, and padding."""
+"""Keys that no query of a call may attend to: those that a cache drops, those after the tokens, and padding."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask.backends.cache import shared
-from flexmask.errors import FlexmaskError, LoweringError
+from flexmask.errors import LoweringError
 from flexmask.expr.data import as_table
 from flexmask.expr.deferral import deferrable
 from flexmask.expr.index import b, kv, q
 from flexmask.expr.mask import ALL_CELLS, And, Compare, Mask, Named, Or, PerHead
-from flexmask.expr.opaque import Opaque
-from flexmask.expr.tables import Lookup, TensorTable
+from flexmask.expr.tables import TensorTable
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.solve import is_separable, separate
-from flexmask.nn.cache_masks import CallTokens, check_symbols, lookback_of, mask_over_cache, sizes_along
+from flexmask.nn.cache_masks import CallTokens, check_symbols, lookback, lookback_of, mask_over_cache, sizes_along
 from flexmask.report.compare import Cell, first_visible
 
 #: A distance that stands for any: not greater, as ids that follow from lengths of documents take memory for each position. Where
@@ -143,103 +142,26 @@ def _shows_later(mask: Mask, query: int, key: int) -> str:
 # ---------------------------------------------------------------- keys before a window
 
 
-def first_dropped(mask: Mask, tokens: CallTokens, window: int, heads: int | None = None) -> Cell | None:
-    """The first cell of a call whose key a cache with a window has dropped; None where the queries attend to no such key.
-
-    For a mask whose expression limits the distance, such as ``sliding_window``, this is free. For any other mask the rows of the
-    queries are compared with the dropped keys; this forces a host sync where the mask holds tensors in another device's memory.
+def check_window(mask: Mask, window: int) -> None:
+    """Checks that the keys a mask shows are among those that ``KVCache(window=...)`` holds, by its expression alone.
 
     Args:
         mask: the mask of the whole sequence.
-        tokens: the queries, and the keys in the cache.
         window: keys that the cache holds for a query, its own included.
-        heads: query heads; taken from the mask where not given.
-
-    Returns:
-        The cell, with ``q`` and ``kv`` as positions in the whole sequence.
 
     Raises:
-        LoweringError: as :func:`mask_over_cache`.
+        LoweringError: its expression does not limit how far back queries attend, or to more keys.
     """
-    if tokens.kv_end - tokens.q_len < window or lookback_of(mask).most < window or tokens.is_empty:
-        return None
-    start = tokens.kv_start
-    if isinstance(start, Tensor):
-        return first_shown(mask, tokens, kv < TensorTable(start)[b], int(start.max()), heads)
-    return first_shown(mask, tokens, ALL_CELLS, start, heads)
-
-
-def check_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
-    """Checks that no query of a call attends to a key that ``KVCache(window=...)`` has dropped.
-
-    On a device other than the CPU masks with tensors are not checked, and others for the longest sequence. A mask without data
-    for which no window is enough is found in the first call.
-
-    Args:
-        mask: the mask of the whole sequence.
-        tokens: the queries, and the keys in the cache.
-        window: keys that the cache holds for a query, its own included.
-        heads: query heads.
-
-    Raises:
-        LoweringError: some query attends to such a key, or will in later calls.
-    """
-    if tokens.kv_end == tokens.q_len and not tokens.is_empty:
-        _check_some_window(mask, tokens, window, heads)
-    if tokens.device.type != "cpu":
-        if mask.tensors:
-            return
-        q_offset = tokens.kv_end - tokens.q_len
-        tokens = replace(tokens, q_offset=q_offset, kv_start=q_offset - window + 1)
-    cell = first_dropped(mask, tokens, window, heads)
-    if cell is not None:
-        remedy = _wider_window(mask, tokens, heads, cell.kv, cell.q - cell.kv)
-        raise LoweringError(
-            f"{described(mask)} lets the query at position {cell.q} attend to the key at position {cell.kv}, which "
-            f"KVCache(window={window}) has dropped: {remedy}KVCache(capacity) for all keys, or a mask without keys so far back, "
-            f"e.g. mask & sliding_window(size={window})"
-        )
-
-
-def _check_some_window(mask: Mask, tokens: CallTokens, window: int, heads: int) -> None:
-    """Checks that some window is enough for a mask; one with data or functions is not checked."""
-    if lookback_of(mask).most < MAX_LENGTH or any(isinstance(node, Lookup | Opaque) for node in mask.expand().walk()):
+    most = lookback(mask)
+    if most is not None and most < window:
         return
-    far = _far_row(mask, tokens, window, heads)
-    if far is not None and far.any():
-        key = int(far.nonzero()[:, -1].min())
-        raise LoweringError(
-            f"{described(mask)} lets queries at any distance attend to the key at position {key}, so that no KVCache(window=...) "
-            "is enough: give KVCache(capacity) for all keys, or a mask without keys so far back, e.g. "
-            f"mask & sliding_window(size={window})"
-        )
-
-
-def _far_row(mask: Mask, tokens: CallTokens, keys: int, heads: int) -> Tensor | None:
-    """The first cells of the row of a query far behind them, ``bool[B, H, 1, keys]``; None where the mask has no such row."""
-    try:
-        return mask.dense(1, keys, batch=tokens.batch, heads=heads, q_offset=keys + FAR, device="cpu")
-    except FlexmaskError:  # such as data that ends before
-        return None
-
-
-def _wider_window(mask: Mask, tokens: CallTokens, heads: int, key: int, distance: int) -> str:
-    """The window that a mask needs, for a message.
-
-    Args:
-        mask: the mask of the whole sequence.
-        tokens: as of `check_window`.
-        heads: as of `check_window`.
-        key: the position of a key to which a query of the call attends.
-        distance: from that key to the query.
-    """
-    most = lookback_of(mask).most
-    if most < MAX_LENGTH:
-        return f"give window={most + 1}, "
-    far = _far_row(mask, tokens, key + 1, heads)
-    if far is None or not far[..., key].any():
-        return f"give window={distance + 1} or more, "
-    return "no window is enough, since queries at any distance attend to that key. Give "
+    shown = "any number of positions back" if most is None else f"{most} positions back"
+    wider = "" if most is None else f"window={most + 1}, "
+    raise LoweringError(
+        f"the expression of {described(mask)} lets queries attend to keys {shown}, and KVCache(window={window}) drops those more "
+        f"than {window - 1} back: give {wider}KVCache(capacity) for all keys, or limit the mask, "
+        f"mask & sliding_window(size={window})"
+    )
 
 
 # ---------------------------------------------------------------- padding

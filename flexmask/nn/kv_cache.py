@@ -72,10 +72,9 @@ class KVCache:
     Args:
         capacity: tokens that fit. Optional with ``window``; without both the cache is for the keys of a context.
         window: the most keys that a query attends to, its own included, as in ``sliding_window(size=window)``. The cache drops
-            older keys. A mask that shows a dropped key is an error, in the first call if no window is enough, as for
-            ``sink_window``, and the mask holds no data. For masks whose expression limits the distance, as windows do, the
-            check is free; for others each call compares rows. (Not checked: a BlockMask, and on a device other than the CPU a
-            mask that holds tensors.)
+            older keys. A mask whose expression does not limit the distance to so many is an error, as ``sink_window`` and
+            ``causal() & document(ids)`` are: write ``mask & sliding_window(size=window)``. (Not checked: a BlockMask and a
+            LoweredMask.)
 
     Attributes:
         length: tokens so far, an int, or ``int64[B]`` once they differ between sequences.
@@ -467,7 +466,7 @@ class Step:
         if not cache.is_context:
             self._padded = padded_keys(mask, tokens, cache._padded, heads)
             if cache.window is not None and (cache.capacity is None or cache.capacity > cache.window):
-                check_window(mask, tokens, cache.window, heads)
+                check_window(mask, cache.window)
             if cache.window is None and isinstance(self._begin, Tensor) and not hides_later:
                 own = own & (kv < TensorTable(self._begin + self._number)[b])
         if last is not None and last < self.key.shape[2]:

@@ -68,7 +68,7 @@ CASES: dict[str, Case] = {
         {"n": torch.tensor(WHOLE)},
     ),
     "documents shorter than the window, its keys only": Case(
-        "causal & document(ids)", DOCUMENTS, {"ids": torch.tensor(IDS)}, {}, 16
+        "sliding_window(size=16) & document(ids)", DOCUMENTS, {"ids": torch.tensor(IDS)}, {}, 16
     ),
     "documents restart": Case("per_document(causal, ids)", oracle.per_document(oracle.causal(), IDS), {"ids": torch.tensor(IDS)}),
     "documents within documents": Case(
@@ -101,7 +101,9 @@ CASES: dict[str, Case] = {
     ),
     "chunks, their keys only": Case(f"causal & chunked({WINDOW})", CHUNKED, window=WINDOW),
     "chunks from the second token on, their keys only": Case(
-        f"causal & chunked({WINDOW}, start=1)", oracle.both(oracle.causal(), oracle.chunked(WINDOW, 1)), window=WINDOW
+        f"sliding_window(size={WINDOW}) & chunked({WINDOW}, start=1)",
+        oracle.both(oracle.causal(), oracle.chunked(WINDOW, 1)),
+        window=WINDOW,
     ),
     "a window for each head, its keys only": Case(
         f"per_head([sliding_window(size={WINDOW}), sliding_window(size=2), sliding_window(size=1), empty])",

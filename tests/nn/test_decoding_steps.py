@@ -143,6 +143,6 @@ def test_sequences_shorter_than_the_window_see_their_own_tokens_alone(text: str)
     with torch.no_grad():
         module(x[:, :6], "causal & sliding_window(size=8)", cache=cache)
         cache.truncate([2, 6])
-        found = module(torch.stack((x[0, 2:3], x[1, 6:7])), text, cache=cache)
+        found = module(torch.stack((x[0, 2:3], x[1, 6:7])), f"sliding_window(size=8) & {text}", cache=cache)
         wanted = [module(x[:1, :3], "causal")[:, -1], module(x[1:, :7], "causal")[:, -1]]
     torch.testing.assert_close(found.squeeze(1), torch.cat(wanted))

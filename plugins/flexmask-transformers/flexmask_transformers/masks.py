@@ -64,7 +64,7 @@ def make_mask(
         begin = 0 if isinstance(q_offset, Tensor) and q_offset.device.type == "meta" else int(q_offset)
         end = max(begin + q_length, int(kv_offset) + kv_length)
         tokens = CallTokens(batch_size, q_length, begin, end, int(kv_offset), torch.device(device))
-        user_mask = mask_of_call(user_mask, tokens, config, has_cache=request.cache is not None, replaces=replaces)
+        user_mask = mask_of_call(user_mask, tokens, has_cache=request.cache is not None, replaces=replaces)
     if replaces:
         assert user_mask is not None
         mask = user_mask

@@ -13,7 +13,7 @@ import torch
 
 from flexmask import Mask, kv
 from flexmask.errors import ExpressionError, LoweringError, OperandError
-from flexmask.nn import CallTokens, first_dropped, mask_over_cache
+from flexmask.nn import CallTokens, lookback, mask_over_cache
 from flexmask.tracing import MaskLike, as_mask
 
 __all__ = ["mask_of_call", "use_mask", "user_mask_for"]
@@ -58,8 +58,8 @@ class use_mask(ContextDecorator):  # noqa: N801 - named like a function, as torc
         OperandError: the model has another ``attn_implementation``, or the mask is none.
         ExpressionError: another value of ``combine``, or another layer type; an unknown or missing parameter of the masks; no
             layer of the model used the mask.
-        LoweringError: in a forward, data that ends before the tokens do, or with ``"replace"`` a mask that shows keys which the
-            cache of a sliding layer has dropped.
+        LoweringError: in a forward, data that ends before the tokens do, or with ``"replace"`` a mask whose expression does
+            not leave out the keys which the cache of a sliding layer has dropped.
     """
 
     _is_used = True  # where an argument is refused
@@ -145,18 +145,18 @@ def user_mask_for(config: Any, layer_type: str, given: Any) -> UserMask:
     return UserMask(mask, replaces, is_whole)
 
 
-def mask_of_call(mask: Mask, tokens: CallTokens, config: Any, *, has_cache: bool, replaces: bool) -> Mask:
+def mask_of_call(mask: Mask, tokens: CallTokens, *, has_cache: bool, replaces: bool) -> Mask:
     """The mask of the user over the keys of one forward, which are those in a cache if there is one.
 
     Args:
         mask: a mask of positions in the whole sequence. Its data may have more values than there are tokens so far.
         tokens: the queries, and the keys, of which a static cache has some behind the queries that are free.
-        config: the config of the model.
         has_cache: whether there is a cache.
         replaces: whether the mask replaces the model's own, which shows no dropped keys and no free places.
 
     Raises:
-        LoweringError: it shows keys that the cache has dropped, depends on lengths that grow, or has data that ends too early.
+        LoweringError: its expression shows keys that the cache has dropped, it depends on lengths that grow, or its data ends too
+            early.
     """
     q_offset, kv_start, end = tokens.q_offset, tokens.kv_start, tokens.kv_end
     assert isinstance(q_offset, int)
@@ -166,14 +166,12 @@ def mask_of_call(mask: Mask, tokens: CallTokens, config: Any, *, has_cache: bool
     if tokens.q_len != end and q_offset == 0 and not has_cache:
         return mask  # of the keys of an encoder or a prefix
     if replaces and kv_start:
-        window = q_offset - kv_start + 1
-        heads = getattr(config, "num_attention_heads", None)
-        cell = first_dropped(mask, tokens, window, heads if isinstance(heads, int) else None)
-        if cell is not None:
+        window, most = q_offset - kv_start + 1, lookback(mask)
+        if most is None or most >= window:
             raise LoweringError(
-                f"{mask.brief()} lets the query at position {cell.q} attend to the key at position {cell.kv}, which the cache of "
-                "a layer with a sliding window has dropped: give use_cache=False, past_key_values=DynamicCache() for a cache of "
-                f"all keys, or a mask within the window, e.g. mask & sliding_window(size={window})"
+                f"the expression of {mask.brief()} lets queries attend to keys before position {kv_start}, which the cache of a "
+                "layer with a sliding window has dropped: give use_cache=False, past_key_values=DynamicCache() for a cache of "
+                f"all keys, or limit the mask, mask & sliding_window(size={window})"
             )
     over_keys, behind = mask_over_cache(mask, tokens), q_offset + tokens.q_len
     return over_keys & (kv < behind - kv_start) if replaces and behind < end else over_keys
