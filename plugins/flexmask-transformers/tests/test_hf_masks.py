@@ -257,8 +257,8 @@ def cells_of(predicate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], le
 
 
 SHORT, LONG = torch.tensor([0] * 5 + [1] * 3 + [2] * 4), torch.tensor([0] * 5 + [1] * 7)
-#: Masks, their meaning, and how many tokens ``mistral`` with its window of 4 takes in parts of 7, 3, 1 and 1 before it needs a
-#: dropped key.
+#: Masks, their meaning, and how many tokens ``mistral`` with its window of 4 takes in parts of 7, 3, 1 and 1 before it may
+#: show a dropped key.
 OVER_CACHES: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor], int]] = {
     "sinks": ("sink_window(2, left=3)", lambda q, kv: (kv <= q) & ((q - kv <= 3) | (kv < 2)), 7),
     "causal": ("causal", lambda q, kv: kv <= q, 7),
@@ -271,7 +271,7 @@ OVER_CACHES: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.T
 
 
 class TestUseMaskWithCaches:
-    """A mask that replaces the model's own is that of the whole sequence, or an error where it does not leave out dropped keys."""
+    """A mask that replaces the model's own is that of the whole sequence, or an error where it may show dropped keys."""
 
     @pytest.mark.parametrize("kind", ["default", "dynamic", "static", "all keys"])
     @pytest.mark.parametrize("name", OVER_CACHES)
