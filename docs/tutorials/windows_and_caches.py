@@ -106,8 +106,8 @@ print(mask.dense(1, 12, q_offset=torch.tensor([8, 3])).int().tolist())
 # A cache that drops old keys
 # ---------------------------
 # Under a window, old keys are never read again. ``KVCache(window=4)`` drops them, so that its memory does not grow. A mask whose
-# expression has no such limit is an error, not a wrong result. Attention sinks and ``KVCache(window=...)`` exclude each other, since
-# the window drops the first keys: with ``sink_window`` give ``KVCache(capacity)``.
+# expression has no such limit is an error, not a wrong result. Attention sinks and ``KVCache(window=...)`` exclude each other,
+# since the window drops the first keys: with ``sink_window`` give ``KVCache(capacity)``.
 
 with torch.no_grad():
     cache = KVCache(window=4)

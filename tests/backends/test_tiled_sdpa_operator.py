@@ -87,7 +87,7 @@ class TestOperator:
     @pytest.mark.parametrize("cells", [None, past], ids=["operator", "callable"])
     def test_gradcheck(self, cells: Callable[..., Tensor] | None, small_tiles: None) -> None:
         """Derivatives of both modes and of second order, against differences, in tiles of several runs."""
-        tensors = inputs(batch=1, heads=2, key_heads=1, q_len=18, kv_len=20, dim=2, value_dim=2)
+        tensors = inputs(batch=1, heads=2, key_heads=1, q_len=18, kv_len=20, dim=1, value_dim=1)
         bounds = intervals(window(18, 20, 3, 1) | (torch.arange(20) == 17))
         attend = partial(block_sdpa, bounds=bounds, cells=cells)
         torch.autograd.gradcheck(attend, tensors, check_forward_ad=True)

@@ -17,6 +17,7 @@ from flexmask.distributed.torch_context_parallel import gathered_block_mask, loa
 from flexmask.errors import LoweringError
 from flexmask.intervals.bind import bind
 from tests.support.block_lists import check_lists
+from tests.support.exhaustive import one_in
 
 CPU = torch.device("cpu")
 LENGTHS = [130, 20, 300, 62]
@@ -42,9 +43,7 @@ CASES: dict[str, tuple[fm.Mask, Any, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("block_size", [16, (8, 32)])
-@pytest.mark.parametrize("balance", ["work", "head_tail", "contiguous"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "balance", "block_size"), one_in(2, CASES, ["work", "head_tail", "contiguous"], [16, (8, 32)]))
 def test_block_masks_are_those_that_torch_makes(name: str, balance: Any, block_size: Any) -> None:
     mask, mod, batch, heads = CASES[name]
     sharding = shard_sequence(mask, 512, 4, balance=balance, heads=heads, block_size=32)

@@ -15,6 +15,7 @@ from flexmask import scores
 from flexmask.backends import problem, tile_blocks
 from tests.scores.cases import BUCKETS, HEADS, Case, alibi_bias, capped
 from tests.support import oracle
+from tests.support.exhaustive import one_in
 
 SLOPES = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
 MASKS: dict[str, Any] = {
@@ -63,8 +64,7 @@ def check(found: Tensor, expected: Tensor, tensors: Sequence[Tensor], tolerance:
         torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mask"), one_in(2, NAMES, MASKS))
 def test_output_and_gradients(name: str, mask: str) -> None:
     case, tensors = Case(name), inputs(batch=1 if mask == "window" else 2)
     found = fm.attention(*tensors, MASKS[mask], score_mod=case.score, enable_gqa=True)
