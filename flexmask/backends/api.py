@@ -18,7 +18,7 @@ from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flash import FLASH
 from flexmask.backends.flex import FLEX
-from flexmask.backends.parallel import check_repeated, entered_parallel, refuse_in_parallel
+from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
 from flexmask.backends.problem import precise_dtype
 from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.backends.varlen import VARLEN
@@ -197,7 +197,6 @@ def attend(call: Call, backend: str, *, names_axes: bool = False) -> tuple[Tenso
         backend: see :func:`attention`.
         names_axes: whether an error says that the mask fits tensors with the axes in another order, where it does.
     """
-    check_repeated()
     parallel = entered_parallel()
     run = partial(_run, backend=backend, names_axes=names_axes)
     return run(call) if parallel is None else parallel.attend(call, run)

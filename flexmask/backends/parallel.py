@@ -7,7 +7,6 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from flexmask.backends import repeats
 from flexmask.backends.backend import Call
 from flexmask.errors import LoweringError
 
@@ -16,14 +15,7 @@ Run: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
 
 
 class Parallel(Protocol):
-    """What :class:`flexmask.distributed.ContextParallel` is for the layers below it.
-
-    Attributes:
-        token: an object of its own, by which its entries are known without keeping it in memory. (A weak reference is not for
-            code that ``torch.compile`` traces: torch 2.11 stores what it refers to.)
-    """
-
-    token: object
+    """What :class:`flexmask.distributed.ContextParallel` is for the layers below it."""
 
     @property
     def positions(self) -> Tensor:
@@ -43,33 +35,6 @@ ENTERED: list[Parallel] = []
 def entered_parallel() -> Parallel | None:
     """The innermost that was entered, or None."""
     return ENTERED[-1] if ENTERED else None
-
-
-def enter_parallel(parallel: Parallel) -> None:
-    """Enters one; it may be entered again inside."""
-    repeats.entered(parallel.token)
-    ENTERED.append(parallel)
-
-
-def leave_parallel(parallel: Parallel) -> None:
-    """Takes back the innermost entry of one."""
-    del ENTERED[len(ENTERED) - 1 - ENTERED[::-1].index(parallel)]
-    repeats.left(parallel.token)
-
-
-def check_repeated() -> None:
-    """Raises a LoweringError where autograd repeats a call outside of what it was inside of, or inside of what it was outside."""
-    if not repeats.IS_ELSEWHERE:
-        return
-    if ENTERED:
-        raise LoweringError(
-            "backward repeats attention of a checkpointed layer inside a `with ContextParallel(...)` in which it did not run; "
-            "call backward() where the forward pass ran"
-        )
-    raise LoweringError(
-        "backward repeats attention of a checkpointed layer, whose tokens are those of this rank, outside "
-        "`with ContextParallel(...)`; call backward() inside it"
-    )
 
 
 def refuse_in_parallel(what: str, instead: str = "") -> None:

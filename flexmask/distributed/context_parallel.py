@@ -17,7 +17,7 @@ from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, nearest
 from flexmask._transforms import is_observed
 from flexmask.backends.backend import Call, check_sizes
-from flexmask.backends.parallel import Run, enter_parallel, leave_parallel
+from flexmask.backends.parallel import ENTERED, Run
 from flexmask.distributed.agreement import check_agreement, device_of, group_of
 from flexmask.distributed.exchange import HeadExchange, TokenExchange
 from flexmask.distributed.query_units import KeyLists
@@ -54,9 +54,10 @@ class ContextParallel:
     of weights are to be summed over the group. DistributedDataParallel and FSDP average them: multiply the loss by the number of
     ranks.
 
-    Where layers are checkpointed, call ``backward()`` inside ``with`` as well: it is an error where it repeats a layer outside,
-    or inside a ContextParallel in which the layer did not run. ``torch.compile`` compiles again for a ContextParallel with other
-    sizes: the tokens of this rank, or those that it sends and receives.
+    Where layers are checkpointed, call ``backward()`` inside ``with`` as well, since it runs them again: with
+    ``use_reentrant=False`` torch raises a CheckpointError where it is called outside, else gradients are wrong there.
+    ``torch.compile`` compiles again for a ContextParallel with other sizes: the tokens of this rank, or those that it sends and
+    receives.
 
     Every layer calls collectives, so all ranks run the same layers in the same order, also those that hold no token. The first
     calls, one for each layer of ``masks``, are compared: where masks, sizes, dtypes or dropout differ, every rank raises. Calls
@@ -105,7 +106,6 @@ class ContextParallel:
         block_size: int | tuple[int, int] = 128,
         device: torch.device | str | None = None,
     ) -> None:
-        self.token = object()
         self.group = group_of(mesh)
         self.device = device_of(mesh, self.group) if device is None else _sync.resolve_device(device)
         self._sizes: Any = {"batch": batch, "heads": heads, "block_size": block_size}
@@ -238,11 +238,11 @@ class ContextParallel:
     def __enter__(self) -> Self:
         for declared in self._declared:  # compiled code has constants of its own
             declared.check_unchanged()
-        enter_parallel(self)
+        ENTERED.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        leave_parallel(self)
+        del ENTERED[len(ENTERED) - 1 - ENTERED[::-1].index(self)]  # the innermost entry of it
 
     def attend(self, call: Call, run: Run) -> tuple[Tensor, Tensor | None]:
         """The output of a call of :func:`flexmask.attention` inside ``with``, which has the tokens of this rank.

@@ -27,6 +27,7 @@ from tests.support.ranks import exit_codes, run_ranks
 
 def two_ranks(rank: int) -> None:
     checks = Checks()
+    checks("checkpoints", models.check_checkpoints)
     check_cases(checks, every=6)
     check_drawn(checks, 6)
     for strategy in ("keys", "heads"):
@@ -84,7 +85,6 @@ def many_checks(rank: int) -> None:
     check_drawn(checks, 100)
     if dist.get_world_size() == 2:
         checks("compiled FlexAttention", models.check_compiled_flex)
-        checks("backward outside", models.check_backward_outside)
         checks("a compiled model", models.check_model, "keys", "aot_eager")
     checks.report()
 
