@@ -258,3 +258,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """The known word closest to ``word`` as a hint for a message, or nothing where none is close."""
     close = closest(word, known)
     return f" Did you mean {close}?" if close else ""
+
+
+def count_text(number: int, singular: str) -> str:
+    """A number of things, e.g. ``2 blocks``."""
+    return f"{number:,} {singular}{'' if number == 1 else 's'}"
+
+
+def lengths_text(q_len: int, kv_len: int, by: str = "x") -> str:
+    """The lengths of a mask, e.g. ``1 query x 4 keys``."""
+    return f"{'1 query' if q_len == 1 else f'{q_len:,} queries'} {by} {count_text(kv_len, 'key')}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexmask._checks import lengths_text
 from flexmask.cli import inputs, values
 from flexmask.cli.inputs import LoweringOptions
 from flexmask.cli.output import Cell, Row, UserError, block_progress, brief, echo, print_json, print_table, spinner
@@ -95,7 +96,7 @@ def stats(expressions: tuple[str, ...], options: LoweringOptions) -> None:
         return
     letters = ascii_uppercase[: len(masks)] if len(masks) > 1 else ["mask"]
     size = " x ".join(map(str, found[0].block_size))
-    lengths = f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys, blocks of {size}"
+    lengths = f"{lengths_text(lowering['q_len'], lowering['kv_len'])}, blocks of {size}"
     print_table([*zip(letters, map(brief, masks), strict=True), ("lengths", lengths)], labels=True)
     echo("")
     columns = [statistics_texts(one) for one in found]
@@ -195,7 +196,7 @@ def _document(found: Difference, masks: list[Mask], lowering: dict[str, Any]) ->
 
 def _rows(found: Difference, masks: list[Mask], lowering: dict[str, Any]) -> list[Row]:
     rows: list[Row] = [*zip("AB", map(brief, masks), strict=True)]
-    rows.append(("lengths", f"{lowering['q_len']:,} queries x {lowering['kv_len']:,} keys"))
+    rows.append(("lengths", lengths_text(lowering["q_len"], lowering["kv_len"])))
     for letter, count, first in (("A", found.only_self, found.first_self), ("B", found.only_other, found.first_other)):
         where = "" if first is None else f", the first at {first}"
         rows.append((f"only in {letter}", f"{count:,} of {found.cells:,} cells{where}"))

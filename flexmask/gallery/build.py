@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from flexmask._checks import lengths_text
 from flexmask.gallery.rendered import RenderedEntry, command, python, render_entry
 from flexmask.gallery.source import Entry
 from flexmask.plotting.caption import visible_text
@@ -86,7 +87,7 @@ def linked(source: str) -> list[tuple[str, str | None]]:
 
 def lengths(entry: Entry) -> str:
     """How long it is, and which part is drawn."""
-    said = [f"{entry.q_len} queries × {entry.kv_len} keys"]
+    said = [lengths_text(entry.q_len, entry.kv_len, "×")]
     if entry.q_offset:
         said.append(f"the first query at position {entry.q_offset}")
     for name, index in (("sequence", entry.batch), ("head", entry.head)):

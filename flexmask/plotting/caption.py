@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexmask._checks import kind_of
+from flexmask._checks import count_text, kind_of, lengths_text
 from flexmask.errors import OperandError, RenderError
 
 if TYPE_CHECKING:
@@ -112,9 +112,9 @@ def notes(picture: Picture, *, pixels: bool = True, alone: bool = True) -> list[
         alone: False for a sheet of several pictures, whose notes apply to all.
     """
     parts = selection_notes(picture) if alone else []
-    parts.append(f"{_amount(picture.q_len, 'query', 'queries')} × {_amount(picture.kv_len, 'key', 'keys')}")
+    parts.append(lengths_text(picture.q_len, picture.kv_len, "×"))
     if picture.scores is not None and picture.scores.averaged is not None:
-        parts.append(f"mean of {_amount(picture.scores.averaged, 'head', 'heads')}")
+        parts.append(f"mean of {count_text(picture.scores.averaged, 'head')}")
     if alone and picture.categories[0].role == "visible" and (picture.scores is None or picture.pairs[1][1]):
         parts.append(visible_text(picture))
     if picture.blocks is not None and picture.block_size:
@@ -150,7 +150,3 @@ def panel_notes(title: str, picture: Picture) -> list[str]:
     """The title of a picture on a sheet, and of a mask how much is visible."""
     visible = [visible_text(picture)] if picture.categories[0].role == "visible" and picture.scores is None else []
     return [part for part in (title, *visible) if part]
-
-
-def _amount(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
-from flexmask._checks import check_flag, checked_int, names_explained
+from flexmask._checks import check_flag, checked_int, count_text, lengths_text, names_explained
 from flexmask.blocks.classify import classify
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
@@ -26,7 +26,7 @@ from flexmask.lowering.dense import cell_evaluator
 from flexmask.lowering.mask_mod import has_interval_form
 from flexmask.report.compare import Cell
 from flexmask.report.kernels import kernel_lines
-from flexmask.report.stats import Stats, count_text, stats
+from flexmask.report.stats import Stats, stats
 from flexmask.report.terms import alternatives, hidden_text, reason, terms
 from flexmask.tracing.as_mask import MaskLike, as_mask
 
@@ -123,7 +123,7 @@ class Explanation:
             ("mask", self.mask),
             *([("definition", self.definition)] if self.definition != self.mask else []),
             *([("recognized", self.recognized)] if self.recognized else []),
-            ("lengths", f"{stats.q_len:,} queries x {stats.kv_len:,} keys, {groups}"),
+            ("lengths", f"{lengths_text(stats.q_len, stats.kv_len)}, {groups}"),
             *(("conditions" if i == 0 else "", f"{leaf.text}: {leaf.kind}") for i, leaf in enumerate(self.leaves)),
             ("rows", rows),
             ("mask_mod", self.form),

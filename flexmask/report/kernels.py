@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flexmask._checks import count_text
 from flexmask.errors import LoweringError
 from flexmask.intervals.bands import band_of, compares_classes, fused_kind, has_whole_rows
 from flexmask.intervals.bounds import RowBounds, analyze
@@ -12,7 +13,7 @@ from flexmask.lowering.block_mask import block_lists, block_mask
 from flexmask.lowering.flash import TILE, flash_block_size, flash_refusal
 from flexmask.lowering.mask_mod import has_interval_form, tested_count, tests_both_ends
 from flexmask.lowering.varlen import varlen_arguments
-from flexmask.report.stats import count_text, stats
+from flexmask.report.stats import stats
 
 #: The block sizes that are compared: torch's default, and what FlashAttention 4 takes on Hopper and on Blackwell.
 SIZES = ((64, 64), (128, 128), (256, 128))

@@ -153,8 +153,3 @@ def row_counts(bounds: RowBounds, blocks: Blocks[Rows], sets: BlockSets) -> Tens
     for entries, visible in Survey(sets).row_counts(evaluated.expand(*shape)):
         counts.index_add_(0, entries.row, visible)
     return counts.view(context.batch, context.heads, -1)[..., : context.q_len]
-
-
-def count_text(number: int, singular: str) -> str:
-    """A number of things, e.g. ``2 blocks``."""
-    return f"{number:,} {singular}{'' if number == 1 else 's'}"

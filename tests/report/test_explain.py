@@ -170,6 +170,11 @@ def test_command_with_parameters() -> None:
     assert "4 queries x 4 keys" in result.stdout
 
 
+def test_one_query_and_one_key() -> None:
+    for kv_len, keys in ((1, "1 key"), (4, "4 keys")):
+        assert ("lengths", f"1 query x {keys}, 1 sequence, 1 head") in fm.explain("causal", 1, kv_len).lines()
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [("mask_mod", "sliding_window(left=2, right=0)"), ("window", "sliding_window(left=2, right=0)"), ("Holder.mask", "causal")],

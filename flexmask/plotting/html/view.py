@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from flexmask._checks import lengths_text
 from flexmask.errors import FlexmaskError, RenderError
 from flexmask.expr.mask import Mask
 from flexmask.plotting.annotations import ContentOptions, picture_lengths
@@ -99,7 +100,7 @@ def _digest(text: str) -> str:
 def _statistics(view: Data) -> list[str]:
     """What is said where no script runs: the lengths, and the cells of each category in each panel."""
     cells = view["q_len"] * view["kv_len"]
-    lines = [f"{view['q_len']:,} queries × {view['kv_len']:,} keys"]
+    lines = [lengths_text(view["q_len"], view["kv_len"], "×")]
     for panel in view["panels"]:
         counts = []
         for category, (least, most) in zip(view["categories"], panel["pairs"], strict=True):
