@@ -35,8 +35,13 @@ def batched_or_not(name: str, shape: Shape) -> list[bool]:
     return [True, False] if name in WITH_DATA and shape in (SHAPES["square"], SHAPES["offsets"]) else [True]
 
 
+#: Each run takes every second shape of each mask.
 EACH = [
-    pytest.param(name, shape, batched, BLOCK_SIZES[(number + turn) % len(BLOCK_SIZES)], id=f"{name}-{at}-{batched}")
+    pytest.param(
+        *(name, shape, batched, BLOCK_SIZES[(number + turn) % len(BLOCK_SIZES)]),
+        id=f"{name}-{at}-{batched}",
+        marks=[pytest.mark.exhaustive] if (number + turn) % 2 else [],
+    )
     for number, name in enumerate(NAMES)
     for turn, (at, shape) in enumerate(SHAPES.items())
     if fits(name, shape)

@@ -100,10 +100,11 @@ def test_contiguous_documents(ids: list[int]) -> None:
     check_equal(lowered, fm.causal() & fm.document(table), 6)
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), [(6, 6), (4, 9), (9, 4)])
-@pytest.mark.parametrize("stops", [[0, 2, 5], [[0, 2, 5], [0, 0, 3]], [[0, 1, 2], [0, 6, 6]]])
-def test_keys_behind_the_last_document(stops: Any, q_len: int, kv_len: int) -> None:
-    cu_seqlens = torch.tensor(stops)
+@pytest.mark.parametrize(
+    ("stops", "lengths"), one_in(3, [[0, 2, 5], [[0, 2, 5], [0, 0, 3]], [[0, 1, 2], [0, 6, 6]]], [(6, 6), (4, 9), (9, 4)])
+)
+def test_keys_behind_the_last_document(stops: Any, lengths: tuple[int, int]) -> None:
+    (q_len, kv_len), cu_seqlens = lengths, torch.tensor(stops)
     in_context = fm.masks.in_context(cu_seqlens=cu_seqlens, padding=True, test_start=torch.tensor([1, 3]))
     ids = document_ids(cu_seqlens=cu_seqlens, padding=True)
     hidden = fm.causal() & ~((ids[kv] if cu_seqlens.dim() == 1 else ids[fm.b, kv]) >= 0)
