@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flexmask._checks import lengths_text
 from flexmask.cli import inputs, values
 from flexmask.cli.inputs import LengthOptions
 from flexmask.cli.output import UserError, spinner, to_stderr
@@ -105,8 +106,9 @@ def render(
     content["why"] = why or None  # an interactive view has it by default
     if ranks is not None:
         if q_len != kv_len:
-            lengths = f"{q_len:,} queries and {kv_len:,} keys"
-            raise UserError(f"with --ranks a sequence attends to itself: give --seq-len, not {lengths}")
+            raise UserError(
+                f"with --ranks a sequence attends to itself: give --seq-len, not {lengths_text(q_len, kv_len, 'and')}"
+            )
         from flexmask.distributed.sharding import shard_sequence
 
         content["shards"] = shard_sequence(mask, q_len, ranks, block_size=block_size or _block_size(q_len, ranks))

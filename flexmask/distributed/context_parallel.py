@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import _sync
-from flexmask._checks import checked_int, kind_of, nearest
+from flexmask._checks import checked_int, kind_of, lengths_text, nearest
 from flexmask._transforms import is_observed
 from flexmask.backends.backend import Call, check_sizes
 from flexmask.backends.parallel import ENTERED, Run
@@ -54,8 +54,8 @@ class ContextParallel:
     of weights are to be summed over the group. DistributedDataParallel and FSDP average them: multiply the loss by the number of
     ranks.
 
-    Where layers are checkpointed, call ``backward()`` inside ``with`` as well, since it runs them again: with
-    ``use_reentrant=False`` torch raises a CheckpointError where it is called outside, else gradients are wrong there.
+    Where layers are checkpointed, call ``backward()`` inside ``with`` as well, since it runs them again. Outside, torch raises a
+    CheckpointError with ``use_reentrant=False``; with ``use_reentrant=True`` gradients are wrong there, without an error.
     ``torch.compile`` compiles again for a ContextParallel with other sizes: the tokens of this rank, or those that it sends and
     receives.
 
@@ -324,7 +324,7 @@ class ContextParallel:
         if (q_len, kv_len) != (own, own):
             raise LoweringError(
                 f"inside ContextParallel attention is self-attention over the {own} tokens of this rank, from cp.shard(x); got "
-                f"{q_len} queries and {kv_len} keys"
+                f"{lengths_text(q_len, kv_len, 'and')}"
             )
         if isinstance(call.q_offset, Tensor) or call.q_offset:
             raise LoweringError("q_offset does not apply inside ContextParallel, which has the positions of the queries")

@@ -53,13 +53,13 @@ def lookback_of(mask: Mask) -> Lookback:
 def lookback(mask: Mask) -> int | None:
     """How many positions before a query the furthest key is to which a mask may let it attend, by its expression alone.
 
-    ``sliding_window(size=w)`` has ``w - 1``, whatever it is joined to by ``&``.
+    ``sliding_window(size=w)`` has ``w - 1``, and at most that whatever it is joined to by ``&``.
 
     Args:
         mask: the mask of the whole sequence.
 
     Returns:
-        The number; None where the expression gives no limit, as where data decides it.
+        The number; None where no limit is found: where data decides it, and in ``^``, ``where`` and ``minimum``.
     """
     most = lookback_of(mask).most
     return None if most == MAX_LENGTH else most
@@ -166,9 +166,9 @@ def last_keys(mask: Mask, tokens: CallTokens) -> int | None:
     q_offset, kv_start = tokens.q_offset, tokens.kv_start
     if tokens.q_len != 1 or tokens.is_context or isinstance(q_offset, Tensor) or isinstance(kv_start, Tensor):
         return None
-    lookback = lookback_of(mask)
-    last = min(lookback.most, q_offset - kv_start)
-    return last + 1 if lookback.whole >= last and tokens.kv_end == q_offset + 1 else None
+    found = lookback_of(mask)
+    last = min(found.most, q_offset - kv_start)
+    return last + 1 if found.whole >= last and tokens.kv_end == q_offset + 1 else None
 
 
 def sizes_along(mask: Mask) -> list[tuple[Lookup, str, int]]:

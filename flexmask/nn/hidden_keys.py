@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask import _sync
+from flexmask._checks import count_text
 from flexmask.backends.cache import shared
 from flexmask.errors import LoweringError
 from flexmask.expr.data import as_table
@@ -30,7 +31,7 @@ from flexmask.report.compare import Cell, first_visible
 FAR, FAR_CELLS = 2**20, 2**10
 
 
-def first_shown(mask: Mask, tokens: CallTokens, keys: Mask, number: int, heads: int | None = None) -> Cell | None:
+def first_shown(mask: Mask, tokens: CallTokens, keys: Mask, number: int, heads: int) -> Cell | None:
     """The first cell of a call whose key is one of some keys; None where the queries attend to none of them.
 
     The rows of the queries are compared with these keys, once for all layers within a :class:`flexmask.MaskCache`.
@@ -40,7 +41,7 @@ def first_shown(mask: Mask, tokens: CallTokens, keys: Mask, number: int, heads: 
         tokens: the queries.
         keys: which keys, a condition on their positions in the whole sequence.
         number: all of them are less than it.
-        heads: query heads; taken from the mask where not given.
+        heads: query heads.
 
     Returns:
         The cell, with ``q`` and ``kv`` as positions in the whole sequence.
@@ -48,7 +49,7 @@ def first_shown(mask: Mask, tokens: CallTokens, keys: Mask, number: int, heads: 
     Raises:
         LoweringError: as :func:`flexmask.nn.mask_over_cache`.
     """
-    q_offset, device = tokens.q_offset, tokens.device if mask.tensors else torch.device("cpu")
+    q_offset, device = tokens.q_offset, torch.device("cpu")
     whole = mask_over_cache(mask, replace(tokens, kv_start=0, kv_end=max(number, tokens.kv_end), device=device))
     sizes = tokens.q_len, number, tokens.batch, heads
 
@@ -101,7 +102,7 @@ def check_later_keys(mask: Mask, tokens: CallTokens, heads: int, capacity: int |
         return False
     # Of one query the condition is the same in each step, so that it is solved once.
     later = kv > q if tokens.q_len == 1 else kv >= (TensorTable(ends)[b] if isinstance(ends, Tensor) else ends)
-    cell = first_shown(mask, replace(tokens, device=torch.device("cpu")), later, number, heads)
+    cell = first_shown(mask, tokens, later, number, heads)
     if cell is not None:
         raise LoweringError(_shows_later(mask, cell.q, cell.kv))
     return False
@@ -155,12 +156,12 @@ def check_window(mask: Mask, window: int) -> None:
     most = lookback(mask)
     if most is not None and most < window:
         return
-    shown = "any number of positions back" if most is None else f"{most} positions back"
-    wider = "" if most is None else f"window={most + 1}, "
+    shown, wider = "has no limit on how far back queries attend, or none that is found", ""
+    if most is not None:
+        shown, wider = f"lets queries attend to keys {count_text(most, 'position')} back", f"window={most + 1}, "
     raise LoweringError(
-        f"the expression of {described(mask)} lets queries attend to keys {shown}, and KVCache(window={window}) drops those more "
-        f"than {window - 1} back: give {wider}KVCache(capacity) for all keys, or limit the mask, "
-        f"mask & sliding_window(size={window})"
+        f"the expression of {described(mask)} {shown}, and KVCache(window={window}) holds the last {count_text(window, 'key')}: "
+        f"give {wider}KVCache(capacity) for all keys, or limit the mask, mask & sliding_window(size={window})"
     )
 
 
@@ -217,7 +218,7 @@ def _check_shows_no_padding(mask: Mask, tokens: CallTokens, padded: Tensor, head
         return
     first = TensorTable(tokens.kv_start.cpu())[b] if isinstance(tokens.kv_start, Tensor) else tokens.kv_start
     keys = (TensorTable(padded)[b, kv] != 0) & (kv >= first)
-    cell = first_shown(mask, replace(tokens, device=torch.device("cpu")), keys, padded.shape[1], heads)
+    cell = first_shown(mask, tokens, keys, padded.shape[1], heads)
     if cell is not None:
         raise LoweringError(
             f"{described(mask)} lets a query attend to the key at position {cell.kv} of sequence {cell.b}, which was padding "

@@ -219,7 +219,7 @@ class MultiheadFlexAttention(nn.Module):
         Raises:
             ExpressionError: an unknown or missing parameter of the mask.
             LoweringError: shapes that do not fit, a mask that contradicts them, or a cache that is full, belongs to another
-                layer, or has dropped keys that the mask shows.
+                layer, or has a window that the mask does not keep to.
             OperandError: an argument of a wrong type or dtype.
         """
         if others:

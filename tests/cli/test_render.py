@@ -70,7 +70,7 @@ def test_tokens_say_the_lengths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "ending"),
     one_in(
-        3,
+        2,
         [["--why"], ["--terms"], ["--batch", "all"], ["--batch", "0,2", "--why", "--block-size", "2"], ["--no-bands"]],
         ["png", "svg"],
     ),

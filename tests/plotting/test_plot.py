@@ -124,7 +124,7 @@ def test_drawn_pixels_are_the_mask(mask: Mask, length: int) -> None:
     assert ((image[..., 3] == 0) | (image[..., 3] == 1)).all()
 
 
-@pytest.mark.parametrize(("ending", "tokens"), one_in(3, ["png", "svg", "pdf"], [16, 200]))
+@pytest.mark.parametrize(("ending", "tokens"), one_in(2, ["png", "svg", "pdf"], [16, 200]))
 def test_bytes_depend_on_nothing_else(tmp_path: Path, ending: str, tokens: int) -> None:
     mask = fm.causal() & fm.document(packed(tokens, 5))
     first, second = tmp_path / f"1.{ending}", tmp_path / f"2.{ending.upper()}"

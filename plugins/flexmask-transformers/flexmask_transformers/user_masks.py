@@ -155,8 +155,8 @@ def mask_of_call(mask: Mask, tokens: CallTokens, *, has_cache: bool, replaces: b
         replaces: whether the mask replaces the model's own, which shows no dropped keys and no free places.
 
     Raises:
-        LoweringError: its expression shows keys that the cache has dropped, it depends on lengths that grow, or its data ends too
-            early.
+        LoweringError: its expression may show keys that the cache has dropped, it depends on lengths that grow, or its data
+            ends too early.
     """
     q_offset, kv_start, end = tokens.q_offset, tokens.kv_start, tokens.kv_end
     assert isinstance(q_offset, int)
