@@ -59,7 +59,7 @@ def lookback(mask: Mask) -> int | None:
         mask: the mask of the whole sequence.
 
     Returns:
-        The number; None where no limit is found: where data decides it, and in ``^``, ``where`` and ``minimum``.
+        The number; None where no limit is found: where values in tensors decide it, and in ``^`` and ``minimum``.
     """
     most = lookback_of(mask).most
     return None if most == MAX_LENGTH else most

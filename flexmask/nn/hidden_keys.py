@@ -156,7 +156,7 @@ def check_window(mask: Mask, window: int) -> None:
     most = lookback(mask)
     if most is not None and most < window:
         return
-    shown, wider = "has no limit on how far back queries attend, or none that is found", ""
+    shown, wider = "has no limit on how far back queries attend (values in tensors are not read)", ""
     if most is not None:
         shown, wider = f"lets queries attend to keys {count_text(most, 'position')} back", f"window={most + 1}, "
     raise LoweringError(

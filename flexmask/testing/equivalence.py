@@ -73,8 +73,8 @@ def assert_equivalent(
         backends: names of backends of attention; ``()`` for none. By default those that have gradients on the device:
             ``("sdpa", "flex")`` on CUDA and ``("sdpa",)`` elsewhere, and other registered backends that have gradients.
             On the CPU ``"flex"`` has no gradients, and compiles for some seconds for each new shape.
-        dtypes: of query, key and value. Those that a backend does not support are left out, such as float64 for ``"flex"``; one
-            that supports none of them is checked in bfloat16.
+        dtypes: of query, key and value; ``()`` for no attention. Those that a backend does not support are left out, such as
+            float64 for ``"flex"``; one that supports none of them is checked in bfloat16.
         tolerance: the greatest error of outputs and gradients against float64, relative to 1 plus the size of the number; the
             default depends on the dtype and device.
 
