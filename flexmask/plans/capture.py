@@ -74,8 +74,8 @@ class Graph:
     """A captured lowering.
 
     Attributes:
-        module: from an empty tensor ``[0, q_len, kv_len]``, the tensors of the mask, those of its parameters in the order of
-            their names, and ``q_offset`` where it is a tensor, to the four sizes and the tensors of a LoweredMask.
+        module: from an empty tensor ``[0, q_len, kv_len, q_blocks, kv_blocks]``, the tensors of the mask, those of its parameters
+            in the order of their names, and ``q_offset`` where it is a tensor, to four sizes and the tensors of a LoweredMask.
         layout: what :meth:`LoweredMask.unflatten` takes with its results.
         compute: the module as it runs.
         serves: whether it is a graph for some sizes.
@@ -88,7 +88,7 @@ class Graph:
 
     def run(self, setting: Setting, tensors: Sequence[Tensor]) -> LoweredMask:
         """The LoweredMask of some lengths and tensors, which have the dtypes and device that the graph was captured for."""
-        lengths = torch.empty(0, setting.q_len, setting.kv_len, device="cpu")
+        lengths = torch.empty(_lengths(setting), device="cpu")
         found = self.compute(lengths, *(tensor.contiguous() for tensor in tensors))
         return LoweredMask.unflatten(found, self.layout)
 
@@ -266,7 +266,13 @@ def _remedy(mask: Mask) -> str:
 
 def _sizes(setting: Setting, tensors: Sequence[Tensor]) -> Sizes:
     """The shapes of the inputs of a graph, as numbers."""
-    return (0, setting.q_len, setting.kv_len), *[tuple(map(int, tensor.shape)) for tensor in tensors]
+    return _lengths(setting), *[tuple(map(int, tensor.shape)) for tensor in tensors]
+
+
+def _lengths(setting: Setting) -> tuple[int, ...]:
+    """The shape of the first input. It has the numbers of blocks, since kernels would compute them again at each index."""
+    lengths = setting.q_len, setting.kv_len
+    return 0, *lengths, *(size and -(-length // size) for length, size in zip(lengths, setting.block_size, strict=True))
 
 
 #: Held by the thread that captures: torch.fx has state of the whole process, so that two captures at a time fail.
@@ -326,9 +332,9 @@ def _traced(
 
     def lowered(lengths: Tensor, *inputs: Tensor) -> list[Any]:
         nonlocal layout
-        _, q_len, kv_len = lengths.shape
+        _, q_len, kv_len, q_blocks, kv_blocks = lengths.shape
         context = bound(mask, setting._replace(q_len=q_len, kv_len=kv_len), inputs)
-        found, layout = lower(context, setting.block_size).flatten()
+        found, layout = lower(replace(context, blocks=(q_blocks, kv_blocks)), setting.block_size).flatten()
         return found
 
     are_numbers = all(are_ints(*shape) for shape in shapes)
