@@ -8,22 +8,32 @@ import torch
 from torch import Tensor
 
 from benchmarks.workloads import DOCUMENT, Workload, causal_work, documents, even_work, window_work
-from flexmask import Mask, causal, document, key_padding, prefix_lm, query_padding, sliding_window
+from flexmask import Mask, b, causal, document, key_padding, kv, per_head, prefix_lm, q, query_padding, sliding_window, table
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.masks import (
     bidirectional_spans,
     block_causal,
     block_diffusion,
+    chunk_window,
     chunked,
     cross_document,
+    cross_length,
+    draft_anchors,
+    draft_blocks,
+    eviction,
+    image_cross,
     in_context,
     multi_item,
     neighborhood,
+    qk_sparse,
+    reorder,
     shared_prefix,
     sink_window,
+    svg_spatial,
+    transpose,
 )
 
-__all__ = ["further_kernel_workloads", "kernel_workloads"]
+__all__ = ["counted_workloads", "further_kernel_workloads", "kernel_workloads"]
 
 
 def kernel_workloads(length: int, device: str) -> list[Workload]:
@@ -113,6 +123,73 @@ def further_kernel_workloads(length: int, device: str) -> list[Workload]:
         "block_diffusion of 32": (block_diffusion(half, 32), diffused),
     }
     return [Workload(name, length, lambda mask=mask: mask, by_hand, 1) for name, (mask, by_hand) in found.items()]  # type: ignore[misc]
+
+
+def counted_workloads(length: int, device: str) -> list[Workload]:
+    """One sequence, of the other named masks of one or two key intervals, whose kernels are counted and not measured."""
+    ids, kept = documents(1, length, device, DOCUMENT), _kept(length, device)
+    pad, prefix, size = length - kept, kept // 2, 100
+    steps = (torch.arange(length, device=device) + 300)[None, None]
+    first = _cumulative(ids)[:-1] + 20
+    anchors = torch.arange(0, length, size, device=device)
+    starts, lengths = torch.tensor([[300]], device=device), torch.tensor([[50]], device=device)
+    images = torch.arange(0, length, size, device=device)
+    spans = torch.stack((images, images + 2 * size), 1)[None]
+    flipped = torch.arange(length, device=device).flip(0)
+
+    def in_blocks(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        place = kv - prefix[b]
+        return (kv < prefix[b]) | ((place // size == q // size) & (place <= q))
+
+    def from_anchor(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        anchor, place = anchors[q // size], kv - length // 2
+        return (anchor >= 0) & (((kv < length // 2) & (kv < anchor)) | (place // size == q // size))
+
+    def in_spans(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        image = kv // size
+        return (q >= spans[b, image, 0]) & (q < spans[b, image, 1])
+
+    def not_in_range(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        end = starts[b, 0] + lengths[b, 0]
+        return (q >= kv) & ((kv < starts[b, 0]) | (kv >= end) | (q >= end))
+
+    found: dict[str, tuple[Mask, MaskMod]] = {
+        "chunks of 100": (chunked(size), lambda b, h, q, kv: q // size == kv // size),
+        "chunk_window of 100": (
+            chunk_window(size, left=1),
+            lambda b, h, q, kv: (kv // size <= q // size) & (kv // size >= q // size - 1),
+        ),
+        "causal & padding on the left": (causal() & key_padding(start=pad), lambda b, h, q, kv: (q >= kv) & (kv >= pad[b])),
+        "cross_length": (
+            cross_length(kv_lengths=kept, q_lengths=prefix),
+            lambda b, h, q, kv: (kv < kept[b]) & (q < prefix[b]),
+        ),
+        "a prefix in each document": (
+            document(ids) & (causal() | (kv < table(first)[table(ids)[b, q]])),
+            lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & ((q >= kv) | (kv < first[ids[b, q]])),
+        ),
+        "draft_blocks": (draft_blocks(prefix, size), in_blocks),
+        "draft_anchors": (draft_anchors(anchors, size, context=length // 2), from_anchor),
+        "causal & eviction": (causal() & eviction(steps), lambda b, h, q, kv: (q >= kv) & (q < steps[0, 0, kv])),
+        "image_cross": (image_cross(spans, size), in_spans),
+        "causal & qk_sparse": (causal() & qk_sparse(starts, lengths), not_in_range),
+        "svg_spatial": (
+            svg_spatial(size, width=1.0, prompt=30),
+            lambda b, h, q, kv: ((q - kv).abs() < size) | (q < 30) | (kv < 30),
+        ),
+        "causal, reorder(q=)": (reorder(causal(), q=flipped), lambda b, h, q, kv: flipped[q] >= kv),
+        "transpose of causal": (transpose(causal()), lambda b, h, q, kv: kv >= q),
+    }
+    works = [Workload(name, length, lambda mask=mask: mask, by_hand, 1) for name, (mask, by_hand) in found.items()]  # type: ignore[misc]
+    window = sliding_window(left=50, right=0)
+    of_heads = Workload(
+        "per_head of causal and a window",
+        length,
+        lambda: per_head([causal(), window]),
+        lambda b, h, q, kv: torch.where(h == 0, q >= kv, (q >= kv) & (q - kv <= 50)),
+        heads=2,
+    )
+    return [*works, of_heads]
 
 
 def _kept(length: int, device: str) -> Tensor:

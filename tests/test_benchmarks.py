@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from benchmarks.compiled import Decoder
-from benchmarks.kernel_workloads import further_kernel_workloads, kernel_workloads
+from benchmarks.kernel_workloads import counted_workloads, further_kernel_workloads, kernel_workloads
 from benchmarks.measuring import CLEAR, Measurement, measure
 from benchmarks.report import write
 from benchmarks.rows import Row, Section
@@ -61,6 +61,7 @@ SHORT = [
     table_work(300, "cpu"),
     *kernel_workloads(1200, "cpu"),
     *further_kernel_workloads(1200, "cpu"),
+    *counted_workloads(1200, "cpu"),
 ]
 
 

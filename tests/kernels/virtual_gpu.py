@@ -57,6 +57,7 @@ __all__ = [
     "H100",
     "H100_SLICE",
     "INTERPRETED",
+    "RTX",
     "OutOfBoundsError",
     "Resources",
     "driver",
@@ -92,6 +93,7 @@ def _gpu(name: str, capability: tuple[int, int], processors: int, shared: int) -
 A100 = _gpu("NVIDIA A100", (8, 0), 108, 164 * 2**10)
 H100 = _gpu("NVIDIA H100", (9, 0), 132, 228 * 2**10)
 B200 = _gpu("NVIDIA B200", (10, 0), 148, 228 * 2**10)
+RTX = _gpu("NVIDIA RTX PRO 6000", (12, 0), 188, 100 * 2**10)
 #: An eighth of one, as its users may rent it. Decoding runs programs for each processor, and the interpreter one after another.
 H100_SLICE = _gpu("NVIDIA H100 MIG 1g.10gb", (9, 0), 16, 228 * 2**10)
 

@@ -1,0 +1,157 @@
+"""``python -m benchmarks.kernel_code``: FlexAttention's Triton kernels, compiled for GPUs that are not there, and counted.
+
+Of each mask the instructions of the loop over partial blocks in the forward pass, next to those of the same mask by hand. This
+needs a CUDA build of torch, no GPU, and half an hour.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from torch._inductor.utils import fresh_cache
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import flexmask
+from benchmarks.kernel_workloads import counted_workloads, further_kernel_workloads, kernel_workloads
+from benchmarks.workloads import Workload
+from tests.kernels import virtual_gpu
+
+__all__ = ["main"]
+
+RESULTS = Path(__file__).parent / "results" / "kernel_code.md"
+GPUS = {"sm_80": virtual_gpu.A100, "sm_90": virtual_gpu.H100, "sm_100": virtual_gpu.B200, "sm_120": virtual_gpu.RTX}
+CHANNELS = 128, 64
+HEADS, LENGTH = 2, 2048
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)(.*)")
+LABEL = re.compile(r"\s*(\.L_x_\d+):")
+TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+
+
+class Code(NamedTuple):
+    """A kernel in machine code.
+
+    Attributes:
+        loop: instructions of its loop over partial blocks.
+        spills: instructions of the whole kernel that store and load spilled registers.
+    """
+
+    loop: int
+    spills: int
+
+
+def workloads() -> list[Workload]:
+    """The masks that are counted."""
+    return [make for group in (kernel_workloads, further_kernel_workloads, counted_workloads) for make in group(LENGTH, "cpu")]
+
+
+def counted(gpu: str, channels: int) -> list[tuple[Code, Code]]:
+    """The code of each mask by hand and by flexmask, for a GPU and a width of heads. It is for a process of its own."""
+    binaries: list[bytes] = []
+    compiled = triton.compile
+
+    def compile_kernel(*args: Any, **options: Any) -> Any:
+        built = compiled(*args, **options)
+        if "tem_fused_flex_attention" in built.metadata.name:
+            binaries.append(built.asm["cubin"])
+        return built
+
+    def code_of(mask: BlockMask) -> Code:
+        torch.compiler.reset()
+        binaries.clear()
+        query, key, value = torch.randn(3, 1, HEADS, LENGTH, channels, dtype=torch.bfloat16, requires_grad=True)
+        with fresh_cache():  # two masks may have one kernel
+            torch.compile(flex_attention, backend=backend, fullgraph=True)(query, key, value, block_mask=mask)
+        (binary,) = binaries
+        return code(binary)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        backend = virtual_gpu.install(patch, GPUS[gpu])
+        compiled = triton.compile
+        patch.setattr(triton, "compile", compile_kernel)
+        for work in workloads():
+            ours, by_hand = (work.mask().block_mask(LENGTH, heads=work.heads, form="triton") for _ in range(2))
+            by_hand.mask_mod = work.mask_mod
+            found.append((code_of(by_hand), code_of(ours)))
+            print(gpu, channels, work.name, *found[-1], flush=True)
+    return found
+
+
+def code(binary: bytes) -> Code:
+    """What there is to count in a kernel's machine code."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        lines = subprocess.run(
+            [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    names: list[str] = []
+    labels, jumps = {}, []
+    for line in lines:
+        if label := LABEL.match(line):
+            labels[label[1]] = len(names)
+        elif instruction := INSTRUCTION.search(line):
+            if instruction[1].startswith("BRA") and (target := TARGET.search(instruction[2])):
+                jumps.append((target[1], len(names)))
+            names.append(instruction[1])
+    loops = [(labels[target], stop) for target, stop in jumps if labels.get(target, stop) < stop]
+    first, last = next(_innermost(loops, [place for place, name in enumerate(names) if "MMA" in name]))
+    return Code(last + 1 - first, sum(name.startswith(("LDL", "STL")) for name in names))
+
+
+def _innermost(loops: Sequence[tuple[int, int]], products: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The loops with a product of matrices that hold no other such loop, in order: over partial blocks and over full ones."""
+    with_products = sorted({loop for loop in loops if any(loop[0] <= place <= loop[1] for place in products)})
+    for start, stop in with_products:
+        if not any((start, stop) != other and start <= other[0] and other[1] <= stop for other in with_products):
+            yield start, stop
+
+
+def table(found: dict[tuple[str, int], list[tuple[Code, Code]]], kind: int) -> str:
+    """One number of all kernels, as a Markdown table."""
+    lines = [["mask", *(f"{gpu}, {channels}" for gpu, channels in found)], ["---"] * (1 + len(found))]
+    for place, work in enumerate(workloads()):
+        lines.append([work.name, *(" / ".join(f"{code[kind]:,}" for code in codes[place]) for codes in found.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Counts and writes the report."""
+    settings = list(product(GPUS, CHANNELS))
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        found = dict(zip(settings, pool.map(counted, *zip(*settings, strict=True)), strict=True))
+    pairs = [(codes[place][0].loop, codes[place][1].loop) for codes in found.values() for place in range(len(codes))]
+    more = sum(ours > by_hand for by_hand, ours in pairs)
+    versions = f"flexmask {flexmask.__version__}, torch {torch.__version__}, Triton {triton.__version__}"
+    text = f"""# Instructions of GPU kernels
+
+{versions}. `python -m benchmarks.kernel_code`: FlexAttention's kernels for the forward pass, bfloat16, compiled to machine code
+without a GPU. A cell has two numbers: of the mask by hand, and of `block_mask(form="triton")`, which backend `flex` takes, with
+the same lists of blocks. In {more:,} of {len(pairs):,} cells flexmask's loop has more instructions than the one by hand.
+
+## The loop over partial blocks
+
+{table(found, 0)}
+
+## Stores and loads of spilled registers, in the whole kernel
+
+{table(found, 1)}
+"""
+    RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
