@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexmask._checks import count_text
+from flexmask._checks import count_text, lengths_text
 from flexmask.errors import LoweringError
 from flexmask.intervals.bands import band_of, compares_classes, fused_kind, has_whole_rows
 from flexmask.intervals.bounds import RowBounds, analyze
@@ -128,4 +128,4 @@ def _varlen_text(context: Context) -> str:
     except LoweringError as error:
         return f"no: {error}"
     segments = count_text(len(found.cu_seq_q) - 1, "segment")
-    return f"{segments} of at most {found.max_q:,} queries and {found.max_k:,} keys, window_size={found.window_size}"
+    return f"{segments} of at most {lengths_text(found.max_q, found.max_k, 'and')}, window_size={found.window_size}"
