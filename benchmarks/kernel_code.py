@@ -1,15 +1,13 @@
-"""``python -m benchmarks.kernel_code``: FlexAttention's Triton kernels, compiled for GPUs that are not there, and counted.
+"""``python -m benchmarks.kernel_code``: the instructions of FlexAttention's Triton kernels, compiled without a GPU.
 
-Of each mask the instructions of the loop over partial blocks in the forward pass, next to those of the same mask by hand. This
-needs a CUDA build of torch, no GPU, and half an hour.
+For each mask those of the loop over partial blocks in the forward pass, next to those of the same mask by hand. It needs a CUDA
+build of torch and half an hour.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,7 +33,7 @@ CHANNELS = 128, 64
 HEADS, LENGTH = 2, 2048
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)(.*)")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P(?:\d+|T)\s+)?([A-Z0-9_.]+)(.*)")
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
 TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 
@@ -53,14 +51,16 @@ class Code(NamedTuple):
 
 
 def workloads() -> list[Workload]:
-    """The masks that are counted."""
+    """The masks whose kernels are counted."""
     return [make for group in (kernel_workloads, further_kernel_workloads, counted_workloads) for make in group(LENGTH, "cpu")]
 
 
 def counted(gpu: str, channels: int) -> list[tuple[Code, Code]]:
-    """The code of each mask by hand and by flexmask, for a GPU and a width of heads. It is for a process of its own."""
+    """The code of each mask by hand and by flexmask, for a GPU and a width of heads.
+
+    It patches torch, so it runs in a process of its own.
+    """
     binaries: list[bytes] = []
-    compiled = triton.compile
 
     def compile_kernel(*args: Any, **options: Any) -> Any:
         built = compiled(*args, **options)
@@ -91,7 +91,7 @@ def counted(gpu: str, channels: int) -> list[tuple[Code, Code]]:
 
 
 def code(binary: bytes) -> Code:
-    """What there is to count in a kernel's machine code."""
+    """Counts the instructions in a kernel's machine code."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -108,31 +108,30 @@ def code(binary: bytes) -> Code:
                 jumps.append((target[1], len(names)))
             names.append(instruction[1])
     loops = [(labels[target], stop) for target, stop in jumps if labels.get(target, stop) < stop]
-    first, last = next(_innermost(loops, [place for place, name in enumerate(names) if "MMA" in name]))
-    return Code(last + 1 - first, sum(name.startswith(("LDL", "STL")) for name in names))
+    products = [place for place, name in enumerate(names) if "MMA" in name]
+    of_blocks = [loop for loop in loops if any(loop[0] <= place <= loop[1] for place in products)]
+    # The loop over partial blocks is the first one of those that hold no other.
+    start, stop = min(loop for loop in of_blocks if not any(other != loop and _holds(loop, other) for other in of_blocks))
+    return Code(stop + 1 - start, sum(name.startswith(("LDL", "STL")) for name in names))
 
 
-def _innermost(loops: Sequence[tuple[int, int]], products: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The loops with a product of matrices that hold no other such loop, in order: over partial blocks and over full ones."""
-    with_products = sorted({loop for loop in loops if any(loop[0] <= place <= loop[1] for place in products)})
-    for start, stop in with_products:
-        if not any((start, stop) != other and start <= other[0] and other[1] <= stop for other in with_products):
-            yield start, stop
+def _holds(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def table(found: dict[tuple[str, int], list[tuple[Code, Code]]], kind: int) -> str:
-    """One number of all kernels, as a Markdown table."""
+def table(found: dict[tuple[str, int], list[tuple[Code, Code]]], name: str) -> str:
+    """One count of each kernel, as a Markdown table."""
     lines = [["mask", *(f"{gpu}, {channels}" for gpu, channels in found)], ["---"] * (1 + len(found))]
     for place, work in enumerate(workloads()):
-        lines.append([work.name, *(" / ".join(f"{code[kind]:,}" for code in codes[place]) for codes in found.values())])
+        lines.append([work.name, *(" / ".join(f"{getattr(code, name):,}" for code in codes[place]) for codes in found.values())])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
     """Counts and writes the report."""
     settings = list(product(GPUS, CHANNELS))
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        found = dict(zip(settings, pool.map(counted, *zip(*settings, strict=True)), strict=True))
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        found = dict(zip(settings, pool.starmap(counted, settings, chunksize=1), strict=True))
     pairs = [(codes[place][0].loop, codes[place][1].loop) for codes in found.values() for place in range(len(codes))]
     more = sum(ours > by_hand for by_hand, ours in pairs)
     versions = f"flexmask {flexmask.__version__}, torch {torch.__version__}, Triton {triton.__version__}"
@@ -144,11 +143,11 @@ the same lists of blocks. In {more:,} of {len(pairs):,} cells flexmask's loop ha
 
 ## The loop over partial blocks
 
-{table(found, 0)}
+{table(found, "loop")}
 
 ## Stores and loads of spilled registers, in the whole kernel
 
-{table(found, 1)}
+{table(found, "spills")}
 """
     RESULTS.write_text(text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -122,11 +123,11 @@ def further_kernel_workloads(length: int, device: str) -> list[Workload]:
         "shared_prefix": (shared_prefix(cu_seqlens=cu_seqlens, prefix_of=prefix_of), after_prefix),
         "block_diffusion of 32": (block_diffusion(half, 32), diffused),
     }
-    return [Workload(name, length, lambda mask=mask: mask, by_hand, 1) for name, (mask, by_hand) in found.items()]  # type: ignore[misc]
+    return _works(length, found)
 
 
 def counted_workloads(length: int, device: str) -> list[Workload]:
-    """One sequence, of the other named masks of one or two key intervals, whose kernels are counted and not measured."""
+    """One sequence, of the other named masks of one or two key intervals, whose kernels are counted but not measured."""
     ids, kept = documents(1, length, device, DOCUMENT), _kept(length, device)
     pad, prefix, size = length - kept, kept // 2, 100
     steps = (torch.arange(length, device=device) + 300)[None, None]
@@ -180,7 +181,6 @@ def counted_workloads(length: int, device: str) -> list[Workload]:
         "causal, reorder(q=)": (reorder(causal(), q=flipped), lambda b, h, q, kv: flipped[q] >= kv),
         "transpose of causal": (transpose(causal()), lambda b, h, q, kv: kv >= q),
     }
-    works = [Workload(name, length, lambda mask=mask: mask, by_hand, 1) for name, (mask, by_hand) in found.items()]  # type: ignore[misc]
     window = sliding_window(left=50, right=0)
     of_heads = Workload(
         "per_head of causal and a window",
@@ -189,7 +189,15 @@ def counted_workloads(length: int, device: str) -> list[Workload]:
         lambda b, h, q, kv: torch.where(h == 0, q >= kv, (q >= kv) & (q - kv <= 50)),
         heads=2,
     )
-    return [*works, of_heads]
+    return [*_works(length, found), of_heads]
+
+
+def _works(length: int, found: dict[str, tuple[Mask, MaskMod]]) -> list[Workload]:
+    return [Workload(name, length, partial(_same, mask), by_hand, 1) for name, (mask, by_hand) in found.items()]
+
+
+def _same(mask: Mask) -> Mask:
+    return mask
 
 
 def _kept(length: int, device: str) -> Tensor:

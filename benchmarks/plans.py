@@ -42,7 +42,7 @@ def lowering_by_plan(device: str, *, quick: bool) -> Section:
             rows.append(Row(work.name, length, _makers(work, device)))
     text = (
         "The finished `BlockMask`, after the first call. `plan` runs the captured graph of the lowering, `compiled plan` runs it "
-        "through Inductor, and that of all lengths was made without them."
+        "through Inductor, and `compiled plan of all lengths` was made without lengths."
     )
     return Section("BlockMask by plan", text, "compiled plan", rows)
 

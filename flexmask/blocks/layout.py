@@ -36,7 +36,8 @@ class BlockLayout:
 
     def __init__(self, context: Context, q_size: int, kv_size: int) -> None:
         self.context, self.q_size, self.kv_size = context, q_size, kv_size
-        self.q_blocks, self.kv_blocks = context.blocks or (-(-context.q_len // q_size), -(-context.kv_len // kv_size))
+        counts = -(-context.q_len // q_size), -(-context.kv_len // kv_size)
+        self.q_blocks, self.kv_blocks = context.blocks.get((q_size, kv_size), counts)
         sides = (q_size, context.q_len), (kv_size, context.kv_len)
         self.height, self.width = (min(side) if are_ints(*side) else side[0] for side in sides)
 

@@ -60,7 +60,7 @@ class Context:
             :func:`flexmask.intervals.documents.document_stops`.
         extents: value ranges computed so far: see :func:`flexmask.intervals.extent.extent`.
         source: the user's mask, which has the data.
-        blocks: rows and columns of blocks, where they are inputs of a graph; None where they follow from the lengths.
+        blocks: how many block rows and block columns there are, by the size of a block, where they are inputs of a graph.
     """
 
     mask: Mask
@@ -76,7 +76,7 @@ class Context:
     stops: dict[Any, Tensor] = field(default_factory=dict, repr=False)
     extents: dict[int, dict[Any, tuple[int, int] | None]] = field(default_factory=dict, repr=False)
     source: Mask = field(default=ALL_CELLS, repr=False)
-    blocks: tuple[int, int] | None = None
+    blocks: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def named(self) -> Mask:
@@ -97,7 +97,7 @@ class Context:
     def of_queries(self, start: int, stop: int) -> Context:
         """The context of the queries ``start <= q < stop`` of a sequence, with all of its keys."""
         mask = self.with_lengths(self.mask)
-        return replace(self, mask=mask, q_len=stop - start, q_offset=start, q_end=stop, extents={}, blocks=None)
+        return replace(self, mask=mask, q_len=stop - start, q_offset=start, q_end=stop, extents={}, blocks={})
 
     @property
     def begins_at_0(self) -> bool:

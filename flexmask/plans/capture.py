@@ -88,7 +88,7 @@ class Graph:
 
     def run(self, setting: Setting, tensors: Sequence[Tensor]) -> LoweredMask:
         """The LoweredMask of some lengths and tensors, which have the dtypes and device that the graph was captured for."""
-        lengths = torch.empty(_lengths(setting), device="cpu")
+        lengths = _with_shape(_lengths(setting))
         found = self.compute(lengths, *(tensor.contiguous() for tensor in tensors))
         return LoweredMask.unflatten(found, self.layout)
 
@@ -270,9 +270,14 @@ def _sizes(setting: Setting, tensors: Sequence[Tensor]) -> Sizes:
 
 
 def _lengths(setting: Setting) -> tuple[int, ...]:
-    """The shape of the first input. It has the numbers of blocks, since kernels would compute them again at each index."""
+    """The shape of the first input: the lengths, and the numbers of blocks, which kernels would compute at each index."""
     lengths = setting.q_len, setting.kv_len
-    return 0, *lengths, *(size and -(-length // size) for length, size in zip(lengths, setting.block_size, strict=True))
+    return 0, *lengths, *(-(-length // size) for length, size in zip(lengths, setting.block_size, strict=True))
+
+
+def _with_shape(shape: Sequence[Any]) -> Tensor:
+    """An empty tensor without strides, whose products overflow for long masks."""
+    return torch.empty((), device="cpu").expand(shape)
 
 
 #: Held by the thread that captures: torch.fx has state of the whole process, so that two captures at a time fail.
@@ -334,14 +339,14 @@ def _traced(
         nonlocal layout
         _, q_len, kv_len, q_blocks, kv_blocks = lengths.shape
         context = bound(mask, setting._replace(q_len=q_len, kv_len=kv_len), inputs)
-        found, layout = lower(replace(context, blocks=(q_blocks, kv_blocks)), setting.block_size).flatten()
+        found, layout = lower(replace(context, blocks={setting.block_size: (q_blocks, kv_blocks)}), setting.block_size).flatten()
         return found
 
     are_numbers = all(are_ints(*shape) for shape in shapes)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     cache = nullcontext() if are_numbers else disable_fake_tensor_cache(mode)  # whose keys take half of the time with symbols
     with _CAPTURING, mode, cache, _use_lazy_graph_module(True):  # writes code for the graph that runs, for no other
-        inputs = [torch.empty(shapes[0], device="cpu")]
+        inputs = [_with_shape(shapes[0])]
         inputs += [torch.empty(shape, dtype=own.dtype, device=own.device) for shape, own in zip(shapes[1:], tensors, strict=True)]
         graph_of = make_fx(lowered, tracing_mode="fake" if are_numbers else "symbolic", _allow_non_fake_inputs=True)
         module = graph_of(*inputs)

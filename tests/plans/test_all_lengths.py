@@ -151,11 +151,20 @@ def test_one_graph_for_20_sizes(name: str) -> None:
 
 
 def test_numbers_of_blocks_are_inputs_of_a_graph() -> None:
-    """Kernels that compute them from the lengths do so at each index, which takes a third of their time."""
+    """Kernels that compute them from the lengths do so at each index."""
     plan = fm.plan("causal & document(cu_seqlens=x)", block_size=BLOCK_SIZE)
     setting = plan.setting._replace(q_len=20, kv_len=30)
     graph = GRAPHS.get(plan.mask, setting, [torch.tensor([0, 13, 30])], varies=True)
     assert operator.floordiv not in {node.target for node in graph.module.graph.nodes}
+
+
+@pytest.mark.parametrize(("length", "block_size"), [(2**20, 128), (60_000, 1)])
+def test_lengths_and_numbers_of_blocks_whose_product_overflows(length: int, block_size: int) -> None:
+    for plan, given in (
+        (fm.plan("causal", block_size=block_size), [length]),
+        (fm.plan("causal", length, block_size=block_size), []),
+    ):
+        assert plan(*given).shape == (1, 1, length, length)
 
 
 @pytest.mark.slow
