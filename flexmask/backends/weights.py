@@ -102,7 +102,7 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
         fully masked in each part. Both have gradients.
 
     Raises:
-        OperandError: other arguments than tensors, or outputs of several dtypes.
+        OperandError: other arguments than tensors, outputs of several dtypes, or tensors on several devices.
         LoweringError: none, or numbers or shapes that do not fit.
 
     Source: the merging of ``softmax`` in "FlashAttention" (Dao et al., 2022) and "Ring Attention" (Liu et al., 2023).
@@ -119,6 +119,9 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
         )
     if any(out.dtype != outputs[0].dtype for out in outputs):
         raise OperandError(f"merge_attention: outputs must have one dtype, got {', '.join(str(out.dtype) for out in outputs)}")
+    if any(tensor.device != outputs[0].device for tensor in (*outputs, *lses)):
+        devices = ", ".join(sorted({str(tensor.device) for tensor in (*outputs, *lses)}))
+        raise OperandError(f"merge_attention: outputs and lses must be on one device, got {devices}; move them with .to()")
     for out, lse in zip(outputs, lses, strict=True):
         if out.shape != outputs[0].shape or lse.shape != out.shape[:-1]:
             raise LoweringError(

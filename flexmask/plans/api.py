@@ -184,8 +184,9 @@ def plan(
         heads: heads; by default those of the mask.
         device: where the mask is lowered; by default where its tensors are, else where the data of each call is, else the CPU.
         block_size: tokens in a block of the BlockMask, or the pair (queries, keys).
-        compile: whether Inductor compiles the lowering, in about 10 seconds at the first call for some shapes. Not needed in code
-            that ``torch.compile`` traces, where the lowering becomes a part of the whole graph.
+        compile: whether Inductor compiles the lowering, in 5 to 20 seconds at the first call. Without lengths also at the first
+            ones with a single sequence, block, document or query. Not needed in code that ``torch.compile`` traces, where the
+            lowering becomes a part of the whole graph.
 
     Raises:
         ExpressionError: a parameter named ``q_offset``.

@@ -107,9 +107,9 @@ def _safe_text(context: Context, bounds: RowBounds, *, is_set: bool) -> str:
     safe = ((rows.lo < start + STEP) & (rows.hi > start) & (rows.lo < rows.hi)).any(-1) & visited
     if bool(safe.all()):
         said = "is set by backend flex without a score_mod and dropout" if is_set else "is left unset, and would hold"
-        return f"all see one of the first keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE {said}"
+        return f"all see one of the first {STEP} keys that FlexAttention visits: its option ROWS_GUARANTEED_SAFE {said}"
     return (
-        f"{int(safe.sum()):,} of {safe.numel():,} see one of the first keys that FlexAttention visits: its option "
+        f"{int(safe.sum()):,} of {safe.numel():,} see one of the first {STEP} keys that FlexAttention visits: its option "
         "ROWS_GUARANTEED_SAFE could give NaN and is left unset"
     )
 

@@ -329,6 +329,12 @@ def test_compiled_parts_at_changing_lengths() -> None:
             OperandError,
             "one dtype, got torch.float32",
         ),
+        (
+            [torch.zeros(2, 3), torch.zeros(2, 3, device="meta")],
+            [torch.zeros(2)] * 2,
+            OperandError,
+            "on one device, got cpu, meta; move them",
+        ),
         (torch.zeros(1, 2, 3), [torch.zeros(2)], OperandError, "outputs must be a list of tensors, got Tensor"),
         ([1.0], [torch.zeros(2)], OperandError, "outputs must be floating point tensors, got float 1.0"),
         ([torch.zeros(2, 3)], [torch.zeros(2).long()], OperandError, "lses must be floating point tensors, got Tensor"),
