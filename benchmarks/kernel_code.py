@@ -1,7 +1,7 @@
 """``python -m benchmarks.kernel_code``: the instructions of FlexAttention's Triton kernels, compiled without a GPU.
 
 For each mask those of the loop over partial blocks in the forward pass, next to those of the same mask by hand. It needs a CUDA
-build of torch and half an hour.
+build of torch, and up to an hour of one core.
 """
 
 from __future__ import annotations

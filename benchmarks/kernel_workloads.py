@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -193,11 +194,8 @@ def counted_workloads(length: int, device: str) -> list[Workload]:
 
 
 def _works(length: int, found: dict[str, tuple[Mask, MaskMod]]) -> list[Workload]:
-    return [Workload(name, length, partial(_same, mask), by_hand, 1) for name, (mask, by_hand) in found.items()]
-
-
-def _same(mask: Mask) -> Mask:
-    return mask
+    """Workloads of masks that are built once, each next to its function by hand."""
+    return [Workload(name, length, partial(copy, mask), by_hand, 1) for name, (mask, by_hand) in found.items()]
 
 
 def _kept(length: int, device: str) -> Tensor:
