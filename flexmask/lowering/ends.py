@@ -59,3 +59,13 @@ def is_within(lows: Ends, highs: Ends, row: Row, kv_idx: Tensor) -> Tensor:
             last = position((1, high[1] - 1), row[2])
             tests.append(last >= kv_idx if last is row[2] else kv_idx <= last)  # q >= kv as by hand, which is the same kernel
     return reduce(operator.and_, tests) if tests else kv_idx >= 0
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor as a view by strides, which Inductor writes to memory.
+
+    It repeats other operations in the code that reads their result. It fails to do so in a ``mask_mod`` on CUDA where they join
+    tensors, and in joined tensors where they limit positions.
+    """
+    tensor = tensor.contiguous()
+    return tensor.as_strided(tensor.shape, tensor.stride())

@@ -120,7 +120,7 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
     else:
         intervals = _read(rows, band[0], count, q_len)
     if for_triton and tests_both_ends(band, rows.kv_len):
-        return joint_mod(intervals)
+        return joint_mod(intervals, rows.kv_len, rows.lo.device)
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row = b, h, q_idx

@@ -19,12 +19,14 @@ from flexmask.intervals.bands import compares_classes, has_whole_rows
 from flexmask.intervals.closures import without_unit_axes
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.ends import Ends, is_within, key_of
+from flexmask.lowering.ends import Ends, in_memory, key_of
 
 #: The most keys for which the distances from both ends fit in the halves of 32 bits.
 MOST_JOINT = 2**15
 #: The signs of both halves.
 SIGNS = 2**15 - 2**31
+#: What a step by one key takes from both halves.
+STEP = 2**16 - 1
 
 
 def classes(context: Context, rows: Rows) -> tuple[Tensor, ...]:
@@ -66,32 +68,37 @@ def class_mod(of_rows: Tensor, of_keys: Tensor | None = None) -> Callable[[Tenso
     return same_class
 
 
-def joint_mod(intervals: Sequence[tuple[Ends, Ends]]) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether a key is in any of the intervals of the row, where there are at most ``MOST_JOINT`` keys."""
+def joint_mod(
+    intervals: Sequence[tuple[Ends, Ends]], kv_len: int, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a key is in any of the intervals of the row, where there are at most ``MOST_JOINT`` keys.
+
+    A row has one number for each interval, ``(high - 1) * 2**16 - low`` for ends from 0 to 2**15, and a key ``kv * STEP``. The
+    halves of their difference are ``high - 1 - kv`` and ``kv - low``, both at least 0 for a visible key. A lower half below 0
+    takes 1 from the upper one, but its own sign hides the key already, also where the difference is -2**31 - 1 and wraps around.
+    A difference below 0 says that the interval ends before the key, so that the next one decides.
+
+    The number of a key is read, as its class is in :func:`class_mod`: where it is computed, kernels spill registers, on Blackwell
+    for one interval and on Hopper for two.
+
+    Args:
+        intervals: in order, each with one end on both sides; before them may be the first keys of the row, with an end alone.
+        kv_len: number of keys.
+        device: where the kernel runs.
+    """
+    keys = in_memory(torch.arange(kv_len, dtype=torch.int32, device=device) * STEP)
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        row, visible = (b, h, q_idx), []
-        for lows, highs in intervals:
-            if lows and highs:
-                low, high = (_limited(key_of(end, row), q_idx) for end in (*lows, *highs))
-                visible.append(is_between(low, high, kv_idx))
-            else:
-                visible.append(is_within(lows, highs, row, kv_idx))
-        return reduce(operator.or_, visible)
+        row, key = (b, h, q_idx), keys[kv_idx]
+        limited = [[_limited(key_of(end, row), q_idx) for end in (*lows, *highs)] for lows, highs in intervals]
+        differences = [(ends[1] - 1) * 2**16 - ends[0] - key for ends in limited if len(ends) == 2]
+        decisive = reduce(lambda one, following: torch.where(one < 0, following, one), differences)
+        firsts = [key < ends[0] * STEP for ends in limited if len(ends) == 1]
+        return reduce(operator.or_, firsts, (decisive & SIGNS) == 0)
 
     return visible_key
 
 
 def _limited(end: Tensor | int, q_idx: Tensor) -> Tensor:
-    """An end of a row as a tensor within the positions that :func:`is_between` compares."""
+    """An end of a row as a tensor within the positions that :func:`joint_mod` compares."""
     return (end if isinstance(end, Tensor) else torch.full_like(q_idx, end)).clamp(0, MOST_JOINT)
-
-
-def is_between(low: Tensor, high: Tensor, kv_idx: Tensor) -> Tensor:
-    """``low <= kv < high`` for ends from 0 to 2**15, from one number of the row.
-
-    ``kv - low`` and ``high - 1 - kv`` are its halves, both at least 0 for a visible key. A lower half below 0 takes 1 from the
-    upper one, but its own sign hides the key already, also where the number is -2**31 - 1 and wraps around.
-    """
-    row = (high - 1) * 2**16 - low
-    return ((row - kv_idx * (2**16 - 1)) & SIGNS) == 0

@@ -35,6 +35,7 @@ from flexmask.intervals.rows import Rows
 from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
+from flexmask.lowering.ends import in_memory
 from flexmask.lowering.triton import classes
 from flexmask.plans.lowered import MAX_CELLS, LoweredMask, flat_lists
 from flexmask.plans.replay import Replay
@@ -211,25 +212,15 @@ def lower(context: Context, block_size: tuple[int, int]) -> LoweredMask:
             )
         cells = cell_evaluator(context)(0, context.q_len, 0, context.kv_len)
     # The ends of each slot lie together, as the mask_mod of a BlockMask reads them.
-    ends = _in_memory(torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0)))).permute(2, 3, 4, 1, 0)
+    ends = in_memory(torch.stack((rows.lo.movedim(-1, 0), rows.hi.movedim(-1, 0)))).permute(2, 3, 4, 1, 0)
     lo, hi = ends.unbind(-1)
-    rows, cells = Rows(lo, hi, rows.kv_len), None if cells is None else _in_memory(cells)
+    rows, cells = Rows(lo, hi, rows.kv_len), None if cells is None else in_memory(cells)
     lists: tuple[Tensor, ...] = ()
     if block_size[0] and block_count(context, block_size) <= MAX_GRID.elsewhere:
         lists = flat_lists(context, rows, cells, block_size)
-    of_class = tuple(map(_in_memory, classes(context, rows))) if cells is None else ()
+    of_class = tuple(map(in_memory, classes(context, rows))) if cells is None else ()
     # Of the mask without its lengths: a graph serves others, also those at which it would be plain causal.
     return LoweredMask(shape, ends, cells, block_size, lists, band_of(context), of_class)
-
-
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The tensor as a view by strides, which Inductor writes to memory.
-
-    It repeats other operations in the code that reads their result. It fails to do so in a ``mask_mod`` on CUDA where they join
-    tensors, and in joined tensors where they limit positions.
-    """
-    tensor = tensor.contiguous()
-    return tensor.as_strided(tensor.shape, tensor.stride())
 
 
 def _bounds_and_keys(context: Context) -> tuple[Rows, Tensor] | None:

@@ -81,7 +81,7 @@ WIDE = tensors(dims=(256, 256))
             r"the mask_mod of a BlockMask .* from mask.block_mask\(\)",
         ),
         (
-            HOPPER, tensors(), {"mask": with_mod(joint_mod([(((1, 0),), ((1, 1),))]))},
+            HOPPER, tensors(), {"mask": with_mod(joint_mod([(((1, 0),), ((1, 1),))], 300, torch.device("cpu")))},
             r"the mask_mod of a BlockMask .* from mask.block_mask\(\)",
         ),
         (BLACKWELL, tensors(200), {"mask": fm.causal().block_mask(200, 300)}, r"takes blocks of \(256, 128\) here, and"),

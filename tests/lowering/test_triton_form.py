@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import flexmask as fm
-from flexmask.lowering.triton import MOST_JOINT, is_between
+from flexmask.lowering.ends import ReadEnd
+from flexmask.lowering.triton import MOST_JOINT, joint_mod
 from tests.lowering.test_bands import BANDS, READ, cells, computed_by, tensors_of
 from tests.support.exhaustive import each_run, one_in
 from tests.support.lowerings import lowered
@@ -24,11 +25,30 @@ def is_joint(mask_mod: Callable[..., Tensor]) -> bool:
     return mask_mod.__qualname__.startswith("joint_mod")
 
 
+ENDS = [0, 1, 2, 127, 128, 16383, 16384, 32766, 32767, 32768]
+
+
+def joint(*ends: Tensor) -> Callable[[Tensor], Tensor]:
+    """Whether a key, given for each row, is in any of its intervals, given by where each begins and ends."""
+    read = [ReadEnd(end.int(), (2,)) for end in ends]
+    intervals = [((low,), (high,)) for low, high in zip(read[::2], read[1::2], strict=True)]
+    found, row = joint_mod(intervals, MOST_JOINT, ends[0].device), torch.arange(len(ends[0]), dtype=torch.int32)
+    return lambda kv: found(row * 0, row * 0, row, kv.int())
+
+
 def test_both_ends_are_compared_at_once() -> None:
     """In 32 bits, as kernels have positions."""
-    ends = [0, 1, 2, 127, 128, 16383, 16384, 32766, 32767, 32768]
-    low, high, kv = (part.int() for part in torch.tensor([*product(ends, ends, ends[:-1])]).T)
-    assert torch.equal(is_between(low, high, kv), (low <= kv) & (kv < high))
+    low, high, kv = torch.tensor([*product(ENDS, ENDS, ENDS[:-1])]).T
+    assert torch.equal(joint(low, high)(kv), (low <= kv) & (kv < high))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_behind_an_interval_the_next_one_decides(count: int) -> None:
+    used = [ends for number in range(count + 1) for ends in combinations(ENDS, 2 * number)]
+    rows = [(*ends, *[MOST_JOINT] * (2 * count - len(ends))) for ends in used]
+    *ends, kv = torch.tensor([(*row, key) for row in rows for key in ENDS[:-1]]).T
+    wanted = torch.stack([(low <= kv) & (kv < high) for low, high in zip(ends[::2], ends[1::2], strict=True)]).any(0)
+    assert torch.equal(joint(*ends)(kv), wanted)
 
 
 #: Masks of one interval or several, by whether their ends are compared at once.
