@@ -174,7 +174,7 @@ def test_links_and_the_back_button(chromium: Browser, file: Path) -> None:
         assert page.page.locator("#title").inner_text() == first.title
         assert page.page.title().startswith(first.title)
         page.page.get_by_role("button", name="Close").click()  # there is nothing to go back to
-        assert page.page.evaluate("() => location.hash") == ""
+        page.page.wait_for_function("() => location.hash === ''")  # a dialog says later that it was closed
         assert not page.page.locator("dialog").is_visible()
         page.page.get_by_role("link", name=first.title).click()
         assert page.page.locator("#title").inner_text() == first.title
