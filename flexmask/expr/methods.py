@@ -131,7 +131,8 @@ class MaskMethods(MaskPictures):
                 4 and 8 of them, on a GPU also of 1; ``"expression"`` computes the predicate; ``"auto"`` takes intervals where a
                 row has at most 8. ``"triton"`` is for Triton's kernels on a GPU, as backend ``flex`` has it. Where a
                 query attends to the keys of its class, as in :func:`document`, it compares the two classes. Where an end of an
-                interval is data, it tests both ends at once, up to 32,768 keys. Otherwise, and on the CPU, it is ``"auto"``.
+                interval is data, it tests both ends at once, up to 32,768 keys. Both read a value of the key, which must be
+                below ``kv_len``. Otherwise, and on the CPU, it is ``"auto"``.
         """
         from flexmask.lowering.mask_mod import mask_mod
 

@@ -64,8 +64,8 @@ def is_within(lows: Ends, highs: Ends, row: Row, kv_idx: Tensor) -> Tensor:
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor as a view by strides, which Inductor writes to memory.
 
-    It repeats other operations in the code that reads their result. It fails to do so in a ``mask_mod`` on CUDA where they join
-    tensors, and in joined tensors where they limit positions.
+    Inductor repeats other operations in each kernel that reads their result. In a ``mask_mod`` on CUDA that costs registers for
+    the numbers of keys, and fails where operations join tensors, or limit positions in joined tensors.
     """
     tensor = tensor.contiguous()
     return tensor.as_strided(tensor.shape, tensor.stride())

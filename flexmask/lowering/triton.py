@@ -19,14 +19,14 @@ from flexmask.intervals.bands import compares_classes, has_whole_rows
 from flexmask.intervals.closures import without_unit_axes
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.lowering.ends import Ends, in_memory, key_of
+from flexmask.lowering.ends import Ends, Row, in_memory, key_of
 
 #: The most keys for which the distances from both ends fit in the halves of 32 bits.
 MOST_JOINT = 2**15
 #: The signs of both halves.
 SIGNS = 2**15 - 2**31
 #: What a step by one key takes from both halves.
-STEP = 2**16 - 1
+KEY_STEP = 2**16 - 1
 
 
 def classes(context: Context, rows: Rows) -> tuple[Tensor, ...]:
@@ -73,32 +73,35 @@ def joint_mod(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a key is in any of the intervals of the row, where there are at most ``MOST_JOINT`` keys.
 
-    A row has one number for each interval, ``(high - 1) * 2**16 - low`` for ends from 0 to 2**15, and a key ``kv * STEP``. The
-    halves of their difference are ``high - 1 - kv`` and ``kv - low``, both at least 0 for a visible key. A lower half below 0
-    takes 1 from the upper one, but its own sign hides the key already, also where the difference is -2**31 - 1 and wraps around.
-    A difference below 0 says that the interval ends before the key, so that the next one decides.
+    A row has one number for each interval, ``(high - 1) * 2**16 - low`` for ends from 0 to 2**15, and a key has one,
+    ``kv * KEY_STEP``. The halves of their difference are ``high - 1 - kv`` and ``kv - low``, both at least 0 for a visible key. A
+    lower half below 0 takes 1 from the upper one, but its own sign hides the key already, also where the difference is
+    -2**31 - 1 and wraps around. A difference below 0 says that the interval ends before the key, so that the next one decides;
+    only the last one may wrap around.
 
     The number of a key is read, as its class is in :func:`class_mod`: where it is computed, kernels spill registers, on Blackwell
     for one interval and on Hopper for two.
 
     Args:
-        intervals: in order, each with one end on both sides; before them may be the first keys of the row, with an end alone.
-        kv_len: number of keys.
+        intervals: sorted, where unused ones come last, each with one end on both sides. The first keys of the row may come before
+            them, as one without a beginning.
+        kv_len: number of keys, which all of those that are asked for are below.
         device: where the kernel runs.
     """
-    keys = in_memory(torch.arange(kv_len, dtype=torch.int32, device=device) * STEP)
+    keys = in_memory(torch.arange(kv_len, dtype=torch.int32, device=device) * KEY_STEP)
+    firsts = [highs or ((0, kv_len),) for lows, highs in intervals if not lows]
 
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row, key = (b, h, q_idx), keys[kv_idx]
-        limited = [[_limited(key_of(end, row), q_idx) for end in (*lows, *highs)] for lows, highs in intervals]
-        differences = [(ends[1] - 1) * 2**16 - ends[0] - key for ends in limited if len(ends) == 2]
-        decisive = reduce(lambda one, following: torch.where(one < 0, following, one), differences)
-        firsts = [key < ends[0] * STEP for ends in limited if len(ends) == 1]
-        return reduce(operator.or_, firsts, (decisive & SIGNS) == 0)
+        differences = [(_limited(highs, row) - 1) * 2**16 - _limited(lows, row) - key for lows, highs in intervals if lows]
+        deciding = reduce(lambda interval, following: torch.where(interval < 0, following, interval), differences)
+        return reduce(operator.or_, [key < _limited(highs, row) * KEY_STEP for highs in firsts], (deciding & SIGNS) == 0)
 
     return visible_key
 
 
-def _limited(end: Tensor | int, q_idx: Tensor) -> Tensor:
-    """An end of a row as a tensor within the positions that :func:`joint_mod` compares."""
-    return (end if isinstance(end, Tensor) else torch.full_like(q_idx, end)).clamp(0, MOST_JOINT)
+def _limited(ends: Ends, row: Row) -> Tensor:
+    """The one end of a row on a side, within the positions that :func:`joint_mod` compares."""
+    (end,) = ends
+    key = key_of(end, row)
+    return (key if isinstance(key, Tensor) else torch.full_like(row[2], key)).clamp(0, MOST_JOINT)

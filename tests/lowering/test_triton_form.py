@@ -25,30 +25,44 @@ def is_joint(mask_mod: Callable[..., Tensor]) -> bool:
     return mask_mod.__qualname__.startswith("joint_mod")
 
 
+#: Ends of intervals, where halves of numbers begin and end.
 ENDS = [0, 1, 2, 127, 128, 16383, 16384, 32766, 32767, 32768]
 
 
-def joint(*ends: Tensor) -> Callable[[Tensor], Tensor]:
-    """Whether a key, given for each row, is in any of its intervals, given by where each begins and ends."""
-    read = [ReadEnd(end.int(), (2,)) for end in ends]
-    intervals = [((low,), (high,)) for low, high in zip(read[::2], read[1::2], strict=True)]
-    found, row = joint_mod(intervals, MOST_JOINT, ends[0].device), torch.arange(len(ends[0]), dtype=torch.int32)
-    return lambda kv: found(row * 0, row * 0, row, kv.int())
+def joint(kv: Tensor, *ends: Tensor, first: Tensor | None = None) -> Tensor:
+    """Whether one key of each row is among its first keys or in an interval.
+
+    Args:
+        kv: the keys.
+        ends: where each interval begins and ends, in turn.
+        first: where the first keys end.
+    """
+    read = [(ReadEnd(end.int(), (2,)),) for end in ends]
+    firsts = [] if first is None else [((), (ReadEnd(first.int(), (2,)),))]
+    found = joint_mod([*firsts, *zip(read[::2], read[1::2], strict=True)], MOST_JOINT, kv.device)
+    row = torch.arange(len(kv), dtype=torch.int32)
+    return found(row * 0, row * 0, row, kv.int())
 
 
 def test_both_ends_are_compared_at_once() -> None:
     """In 32 bits, as kernels have positions."""
     low, high, kv = torch.tensor([*product(ENDS, ENDS, ENDS[:-1])]).T
-    assert torch.equal(joint(low, high)(kv), (low <= kv) & (kv < high))
+    assert torch.equal(joint(kv, low, high), (low <= kv) & (kv < high))
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_behind_an_interval_the_next_one_decides(count: int) -> None:
-    used = [ends for number in range(count + 1) for ends in combinations(ENDS, 2 * number)]
-    rows = [(*ends, *[MOST_JOINT] * (2 * count - len(ends))) for ends in used]
+    """Sorted intervals, where unused ones come last."""
+    intervals = [ends for number in range(count + 1) for ends in combinations(ENDS, 2 * number)]
+    rows = [(*ends, *[MOST_JOINT] * (2 * count - len(ends))) for ends in intervals]
     *ends, kv = torch.tensor([(*row, key) for row in rows for key in ENDS[:-1]]).T
     wanted = torch.stack([(low <= kv) & (kv < high) for low, high in zip(ends[::2], ends[1::2], strict=True)]).any(0)
-    assert torch.equal(joint(*ends)(kv), wanted)
+    assert torch.equal(joint(kv, *ends), wanted)
+
+
+def test_first_keys_and_an_interval() -> None:
+    first, low, high, kv = torch.tensor([*product(ENDS, ENDS, ENDS, ENDS[:-1])]).T
+    assert torch.equal(joint(kv, low, high, first=first), (kv < first) | ((low <= kv) & (kv < high)))
 
 
 #: Masks of one interval or several, by whether their ends are compared at once.
