@@ -132,7 +132,7 @@ class MaskMethods(MaskPictures):
                 row has at most 8. ``"triton"`` is for Triton's kernels on a GPU, as backend ``flex`` has it. Where a
                 query attends to the keys of its class, as in :func:`document`, it compares the two classes. Where an end of an
                 interval is data, it tests both ends at once, up to 32,768 keys. Both read a value of the key, which must be
-                below ``kv_len``. Otherwise, and on the CPU, it is ``"auto"``.
+                0 to ``kv_len - 1``. Otherwise, and on the CPU, it is ``"auto"``.
         """
         from flexmask.lowering.mask_mod import mask_mod
 

@@ -65,7 +65,7 @@ def in_memory(tensor: Tensor) -> Tensor:
     """The tensor as a view by strides, which Inductor writes to memory.
 
     Inductor repeats other operations in each kernel that reads their result. In a ``mask_mod`` on CUDA that costs registers for
-    the numbers of keys, and fails where operations join tensors, or limit positions in joined tensors.
+    the numbers of keys, and Inductor fails where operations join tensors, or limit positions in joined tensors.
     """
     tensor = tensor.contiguous()
     return tensor.as_strided(tensor.shape, tensor.stride())

@@ -25,7 +25,7 @@ from flexmask.lowering.ends import Ends, Row, in_memory, key_of
 MOST_JOINT = 2**15
 #: The signs of both halves.
 SIGNS = 2**15 - 2**31
-#: What a step by one key takes from both halves.
+#: A step by one key takes 1 from the upper half, and adds 1 to the lower one.
 KEY_STEP = 2**16 - 1
 
 
@@ -83,9 +83,9 @@ def joint_mod(
     for one interval and on Hopper for two.
 
     Args:
-        intervals: sorted, where unused ones come last, each with one end on both sides. The first keys of the row may come before
-            them, as one without a beginning.
-        kv_len: number of keys, which all of those that are asked for are below.
+        intervals: sorted, where unused ones come last, each with one low and one high end. The first keys of the row may come
+            before them, as one without a low end.
+        kv_len: number of keys; those that are asked for are 0 to ``kv_len - 1``.
         device: where the kernel runs.
     """
     keys = in_memory(torch.arange(kv_len, dtype=torch.int32, device=device) * KEY_STEP)

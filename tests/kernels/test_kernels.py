@@ -264,7 +264,7 @@ PLANS: dict[str, tuple[str, Callable[[Tensor], dict[str, Tensor]]]] = {
 }
 #: Kernels that list the blocks of a packed mask at most.
 LISTING = 15
-#: Those that number its keys, for a mask_mod that reads the ends of intervals.
+#: Kernels that write the numbers of its keys, for a mask_mod that reads the ends of intervals.
 NUMBERING = {"key intervals": 1, "cells": 0}
 
 

@@ -61,6 +61,7 @@ def test_behind_an_interval_the_next_one_decides(count: int) -> None:
 
 
 def test_first_keys_and_an_interval() -> None:
+    """They may overlap."""
     first, low, high, kv = torch.tensor([*product(ENDS, ENDS, ENDS, ENDS[:-1])]).T
     assert torch.equal(joint(kv, low, high, first=first), (kv < first) | ((low <= kv) & (kv < high)))
 
