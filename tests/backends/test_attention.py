@@ -1,4 +1,4 @@
-"""Attention and the module against dense masked softmax in float64: outputs, gradients, both backends, errors."""
+"""Attention and the module against dense masked softmax in float64: outputs, gradients, backends, errors."""
 
 from __future__ import annotations
 

@@ -58,6 +58,7 @@ LONG: list[fm.Mask] = [
     ~fm.causal() ^ (fm.q // 100 == fm.kv // 100),
     fm.sliding_window(left=40, right=40) & ((fm.q - fm.kv) % 3 == 0),
     fm.per_head([fm.causal(), fm.masks.transpose(fm.causal())]),
+    fm.kv // 4 == 2 * fm.q,
 ]
 
 

@@ -125,6 +125,7 @@ MODS: dict[str, Callable[..., Any]] = {
     "limits that fall": lambda b, h, q, kv: (q * kv) % 50 >= (q + kv) // 4,
     "part of a separable mask": lambda b, h, q, kv: (q * kv > 9000) & (kv % 64 < q % 64),
     "more than a separable mask": lambda b, h, q, kv: (q * kv > 9000) | (kv % 64 >= q % 64),
+    "keys before others": lambda b, h, q, kv: (kv < q + 7) | ((q - kv) % 3 == 0),
     "one of two": lambda b, h, q, kv: (q * kv > 9000) ^ (q * kv + q > 5000),
     "per sequence": lambda b, h, q, kv: (q - kv) % LENGTHS[b] == 0,
     "moved per head": lambda b, h, q, kv: (q - kv + h * 3) % 8 == 0,

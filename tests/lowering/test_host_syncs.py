@@ -200,7 +200,7 @@ def on_meta(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(set(EXAMPLES) - {name.partition("(")[0] for name in documented()}))
 def test_masks_that_are_not_documented_have_none(name: str) -> None:
-    """Where this fails, the mask needs a line in MASKS and its name in docs/host_syncs.md."""
+    """Where this fails, the mask needs its name in docs/host_syncs.md, and then a line in MASKS."""
     for arguments, _ in EXAMPLES[name]:
         assert not has_sync(getattr(fm.masks, name)(**{key: on_meta(value) for key, value in arguments.items()}), 4)
 
