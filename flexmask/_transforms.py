@@ -74,10 +74,10 @@ def number_text(number: float) -> str:
     return f"{int(number)}" if isinstance(number, int) else f"{float(number)}"  # f"" alone would keep a variable
 
 
-def is_observed(tensor: Tensor) -> bool:
-    """Whether operations on a tensor are computed by something else than its device, or recorded: tensors without values, graphs,
-    and modes such as those of selective checkpoints."""
-    return not has_values(tensor) or is_captured() or _modes() > 0
+def is_observed(*tensors: Tensor) -> bool:
+    """Whether operations on tensors are computed by something else than their device, or recorded: tensors without values,
+    graphs, and modes such as those of selective checkpoints."""
+    return not all(map(has_values, tensors)) or is_captured() or _modes() > 0
 
 
 def can_keep_tensors() -> bool:

@@ -179,5 +179,5 @@ def _column(node: Column) -> Callable[..., Any]:
 
 def without_unit_axes(tensor: Tensor, count: int) -> tuple[Tensor, tuple[int, ...]]:
     """A tensor without those of its first ``count`` axes that have size 1, and which of these it still has."""
-    axes = tuple(axis for axis in range(count) if tensor.shape[axis] != 1)
+    axes = tuple([axis for axis, size in enumerate(tensor.shape[:count]) if size != 1])
     return tensor.squeeze([axis for axis in range(count) if axis not in axes]), axes

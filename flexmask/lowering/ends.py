@@ -19,12 +19,12 @@ class ReadEnd(NamedTuple):
     axes: tuple[int, ...]
 
     @classmethod
-    def of(cls, end: Tensor, q_len: int | None) -> ReadEnd:
-        """An end ``[B, H, q_len]`` without axes of size 1; where none is left and ``q_len`` is given, with that of the query."""
-        found, axes = without_unit_axes(end, 3)
+    def each(cls, ends: Tensor, q_len: int | None) -> list[ReadEnd]:
+        """Ends ``[B, H, q_len, n]`` without axes of size 1; where none is left and ``q_len`` is given, with that of the query."""
+        found, axes = without_unit_axes(ends, 3)
         if not axes and q_len is not None:
-            found, axes = found.expand(q_len), (2,)
-        return cls(found.contiguous(), axes)
+            found, axes = found.expand(q_len, -1), (2,)
+        return [cls(end.contiguous(), axes) for end in found.unbind(-1)]
 
 
 #: Where an interval begins, the last of some keys, or where it ends, the first of some; none where no key is left out.

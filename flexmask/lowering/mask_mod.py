@@ -102,13 +102,11 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
     serves most masks: all ends of two intervals are read at their full size, which costs 3 % of a window of 256. Elsewhere all
     that is read costs registers and instructions of the innermost loop.
     """
-    count = rows.slots
-    if not torch.compiler.is_compiling():
-        count = tested_count(count)
+    count = rows.slots if torch.compiler.is_compiling() else tested_count(rows.slots)
     if not _sync.needs_sync(rows.lo):
-        rows, count, band = rows.expand(*sizes), max(count, 2), READ
-    for_triton = joins_ends and _sync.needs_sync(rows.lo)
-    q_len = None if for_triton else sizes[2]
+        rows = rows if rows.lo.shape[:3] == sizes else rows.expand(*sizes)
+        return _any_interval(_read(rows, READ[0], max(count, 2), sizes[2]))
+    q_len = None if joins_ends else sizes[2]
     if has_gap(band):
         intervals = _around_gap(rows, band, sizes[2], q_len)
     elif are_computed(band):
@@ -119,9 +117,12 @@ def interval_mod(rows: Rows, sizes: tuple[int, int, int], band: Band = READ, *, 
         intervals = [_first_keys(rows, first, q_len), *others]
     else:
         intervals = _read(rows, band[0], count, q_len)
-    if for_triton and tests_both_ends(band, rows.kv_len):
+    if joins_ends and tests_both_ends(band, rows.kv_len):
         return joint_mod(intervals, rows.kv_len, rows.lo.device)
+    return _any_interval(intervals)
 
+
+def _any_interval(intervals: Sequence[tuple[Ends, Ends]]) -> MaskMod:
     def visible_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row = b, h, q_idx
         return reduce(operator.or_, [is_within(lows, highs, row, kv_idx) for lows, highs in intervals])
@@ -141,19 +142,20 @@ def _read(rows: Rows, interval: tuple[End, End], count: int, q_len: int | None) 
         rows: the intervals.
         interval: the ends of a single one, of which some may be computed.
         count: how many, at least those of the rows.
-        q_len: as of :meth:`ReadEnd.of`.
+        q_len: as of :meth:`ReadEnd.each`.
     """
     low, high = interval if rows.slots == 1 else READ[0]
     lo, hi = rows.lo, rows.hi
     if low != "read":  # rows without keys are those whose lo is kv_len; where it is computed, their hi is 0
         hi = torch.where(lo < hi, hi, 0)
-    # Two tensors for each slot, also for one without use: torch compiles again where one tensor serves for both ends.
-    unused = [
-        (torch.full_like(lo[..., 0], rows.kv_len), torch.full_like(lo[..., 0], rows.kv_len)) for _ in range(count - rows.slots)
-    ]
-    ends = [*zip(lo.unbind(-1), hi.unbind(-1), strict=True), *unused]
-    (start, stop), *others = [((ReadEnd.of(lo, q_len),), (ReadEnd.of(hi, q_len),)) for lo, hi in ends]
-    return [(start if isinstance(low, str) else low, stop if isinstance(high, str) else high), *others]
+    starts, stops = ReadEnd.each(lo, q_len), ReadEnd.each(hi, q_len)
+    for _ in range(count - rows.slots):  # two tensors also for an unused slot: torch compiles again where one serves for both
+        for ends in (starts, stops):
+            ends.append(ReadEnd(torch.full_like(ends[0].tensor, rows.kv_len), ends[0].axes))
+    found: list[tuple[Ends, Ends]] = [((start,), (stop,)) for start, stop in zip(starts, stops, strict=True)]
+    start, stop = found[0]
+    found[0] = start if isinstance(low, str) else low, stop if isinstance(high, str) else high
+    return found
 
 
 def _first_keys(rows: Rows, interval: tuple[End, End], q_len: int | None) -> tuple[Ends, Ends]:
@@ -161,8 +163,8 @@ def _first_keys(rows: Rows, interval: tuple[End, End], q_len: int | None) -> tup
     stop = interval[1]
     if not isinstance(stop, str):
         return (), stop
-    end = torch.where(rows.lo[..., 0] == 0, rows.hi[..., 0], 0)
-    return (), (ReadEnd.of(end.amin(2, keepdim=True) if stop == "shared" else end, q_len),)
+    end = torch.where(rows.lo[..., :1] == 0, rows.hi[..., :1], 0)
+    return (), tuple(ReadEnd.each(end.amin(2, keepdim=True) if stop == "shared" else end, q_len))
 
 
 def _last_interval(rows: Rows) -> Rows:
@@ -179,19 +181,19 @@ def _around_gap(rows: Rows, band: Band, queries: int, q_len: int | None) -> list
         rows: intervals of all keys up to the end of the band, but those of the gap.
         band: where the gap begins, and where rows end.
         queries: how many there are.
-        q_len: as of :meth:`ReadEnd.of`.
+        q_len: as of :meth:`ReadEnd.each`.
     """
     before, high = band[0][1], cast("tuple[Place, ...]", band[1][1])
-    lo, hi = rows.lo[..., 0], rows.hi[..., 0]
-    at = torch.arange(queries if any(size for size, _ in high) else 1, device=lo.device)
+    lo, hi = rows.lo[..., :1], rows.hi[..., :1]
+    at = torch.arange(queries if any(size for size, _ in high) else 1, device=lo.device).unsqueeze(-1)
     end = torch.full_like(at, rows.kv_len)
     for place in high:
         end = end.clamp(max=position(place, at))
     is_whole = (lo == 0) & (hi == end)
     is_cut = (lo == 0) & ~is_whole
-    behind = rows.lo[..., 1] if rows.slots > 1 else rows.kv_len
+    behind = rows.lo[..., 1:2] if rows.slots > 1 else rows.kv_len
     start = torch.where(is_whole, 0, torch.where(is_cut, behind, lo)).to(torch.int32)
     stop: Ends = cast("tuple[Place, ...]", before)
     if before == "shared":
-        stop = (ReadEnd.of(torch.where(is_cut, hi, 0).amax(2, keepdim=True), q_len), *high)
-    return [((), stop), ((ReadEnd.of(start, q_len),), high)]
+        stop = (*ReadEnd.each(torch.where(is_cut, hi, 0).amax(2, keepdim=True), q_len), *high)
+    return [((), stop), (tuple(ReadEnd.each(start, q_len)), high)]

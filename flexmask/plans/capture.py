@@ -77,21 +77,24 @@ class Graph:
     Attributes:
         module: from an empty tensor ``[0, q_len, kv_len, q_blocks, kv_blocks]``, the tensors of the mask, those of its parameters
             in the order of their names, and ``q_offset`` where it is a tensor, to four sizes and the tensors of a LoweredMask.
+            Of a graph for one size of each input, without that empty tensor and the four sizes.
         layout: what :meth:`LoweredMask.unflatten` takes with its results.
+        shape: the four sizes, of a graph for one size of each input.
         compute: the module as it runs.
         serves: whether it is a graph for some sizes.
     """
 
     module: torch.fx.GraphModule
     layout: Any
+    shape: tuple[int, ...]
     compute: Callable[..., Any]
     serves: Callable[[Sizes], bool]
 
     def run(self, setting: Setting, tensors: Sequence[Tensor]) -> LoweredMask:
         """The LoweredMask of some lengths and tensors, which have the dtypes and device that the graph was captured for."""
-        lengths = _with_shape(_lengths(setting))
-        found = self.compute(lengths, *(tensor.contiguous() for tensor in tensors))
-        return LoweredMask.unflatten(found, self.layout)
+        lengths = [] if self.shape else [_with_shape(_lengths(setting))]
+        found = self.compute(*lengths, *[tensor.contiguous() for tensor in tensors])
+        return LoweredMask.unflatten((*self.shape, *found), self.layout)
 
 
 #: The most graphs for sizes that vary. Where a mask needs more, as one whose longer rows have more key intervals, each further
@@ -286,7 +289,7 @@ def _capture(mask: Mask, setting: Setting, tensors: Sequence[Tensor], *, varies:
         torch._C._ensureCUDADeviceGuardSet()
     try:
         with ThreadPoolExecutor(1) as thread:  # in which no mode and no transform of the caller is active
-            module, layout, inputs = thread.submit(_traced, *given, shapes, env).result()
+            module, layout, shape, inputs = thread.submit(_traced, *given, shapes, env).result()
     except FlexmaskError:
         if not varies:
             raise
@@ -297,7 +300,7 @@ def _capture(mask: Mask, setting: Setting, tensors: Sequence[Tensor], *, varies:
         compute = torch._inductor.compile(module, inputs, options=options)
     else:
         compute = Replay(module, steps=setting.q_offset < 0)
-    return Graph(module, layout, compute, _guard(env, shapes) if varies else sizes.__eq__)
+    return Graph(module, layout, shape, compute, _guard(env, shapes) if varies else sizes.__eq__)
 
 
 def _symbols(sizes: Sizes, env: ShapeEnv) -> Sequence[tuple[Any, ...]]:
@@ -322,22 +325,24 @@ def _guard(env: ShapeEnv, shapes: Sequence[tuple[Any, ...]]) -> Callable[[Sizes]
 
 def _traced(
     mask: Mask, setting: Setting, tensors: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]], env: ShapeEnv
-) -> tuple[torch.fx.GraphModule, Any, list[Any]]:
-    """The module and the layout of a :class:`Graph` for shapes that may be symbols, and its example inputs."""
-    layout = None
+) -> tuple[torch.fx.GraphModule, Any, tuple[int, ...], list[Any]]:
+    """The module, the layout and the shape of a :class:`Graph` for shapes that may be symbols, and its example inputs."""
+    layout, shape = None, ()
 
-    def lowered(lengths: Tensor, *inputs: Tensor) -> list[Any]:
-        nonlocal layout
-        _, q_len, kv_len, q_blocks, kv_blocks = lengths.shape
-        context = bound(mask, setting._replace(q_len=q_len, kv_len=kv_len), inputs)
+    def lowered(*inputs: Tensor) -> list[Any]:
+        nonlocal layout, shape
+        _, q_len, kv_len, q_blocks, kv_blocks = shapes[0] if are_numbers else inputs[0].shape
+        context = bound(mask, setting._replace(q_len=q_len, kv_len=kv_len), inputs if are_numbers else inputs[1:])
         found, layout = lower(replace(context, blocks={setting.block_size: (q_blocks, kv_blocks)}), setting.block_size).flatten()
+        if are_numbers:
+            shape, found = tuple(found[:4]), found[4:]
         return found
 
     are_numbers = all(are_ints(*shape) for shape in shapes)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     cache = nullcontext() if are_numbers else disable_fake_tensor_cache(mode)  # whose keys take half of the time with symbols
     with _CAPTURING, mode, cache, _use_lazy_graph_module(True):  # writes code for the graph that runs, for no other
-        inputs = [_with_shape(shapes[0])]
+        inputs = [] if are_numbers else [_with_shape(shapes[0])]
         inputs += [torch.empty(shape, dtype=own.dtype, device=own.device) for shape, own in zip(shapes[1:], tensors, strict=True)]
         graph_of = make_fx(lowered, tracing_mode="fake" if are_numbers else "symbolic", _allow_non_fake_inputs=True)
         module = graph_of(*inputs)
@@ -345,7 +350,7 @@ def _traced(
     _drop_identities(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return module, layout, inputs
+    return module, layout, shape, inputs
 
 
 def _place_constants(module: torch.fx.GraphModule) -> None:

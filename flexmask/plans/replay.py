@@ -35,18 +35,18 @@ class Replay:
         # What is computed from the data alone. Results may be views of the tensors that the stamp keeps.
         self._known: _sync.Stamped[Sequence[Any]] | None = None
 
-    def __call__(self, lengths: Tensor, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> Any:
         """The results of the graph. Those of two calls share no memory."""
-        if is_observed(lengths):
-            return self._module.forward(lengths, *tensors)
+        if is_observed(*tensors):
+            return self._module.forward(*tensors)
         if self._parts is None or not all(map(_sync.has_stamp, tensors)) or _is_recorded(tensors[-1]):
-            return self._whole.forward(lengths, *tensors)
+            return self._whole.forward(*tensors)
         before_steps, step = self._parts
         *data, offset = tensors
         known = self._known  # read once, as another thread may replace it
-        if known is None or not known.stamp.holds(data, lengths.shape):
-            stamp = _sync.Stamp(data, lengths.shape)
-            self._known = known = _sync.Stamped(stamp, before_steps.forward(lengths, *stamp.kept))
+        if known is None or not known.stamp.holds(data):
+            stamp = _sync.Stamp(data)
+            self._known = known = _sync.Stamped(stamp, before_steps.forward(*stamp.kept))
         return step.forward(offset, *known.result)
 
 
