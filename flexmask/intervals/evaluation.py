@@ -208,15 +208,11 @@ class Evaluation:
     def _symbol(self, name: str) -> Any:
         if name in ("q_len", "kv_len"):
             return getattr(self.context, name)
-        values = self.context.index(name)
-        if name == "b":
-            return values.view(-1, 1, 1)
-        if name == "h":
-            return values.view(1, -1, 1)
-        offset = self.context.q_offset
-        if name == "kv" or self.context.begins_at_0:
-            return values.view(1, 1, -1)
-        return values.view(1, 1, -1) + (offset.view(-1, 1, 1) if isinstance(offset, Tensor) else offset)
+        offset = self.context.q_offset if name == "q" else 0
+        if not isinstance(offset, Tensor) and offset:
+            return torch.arange(offset, offset + self.context.q_len, device=self.context.device).view(1, 1, -1)
+        values = self.context.index(name).view({"b": (-1, 1, 1), "h": (1, -1, 1)}.get(name, (1, 1, -1)))
+        return values + offset.view(-1, 1, 1) if isinstance(offset, Tensor) else values
 
     def _sliced(self, data: Tensor, names: list[str]) -> Tensor:
         """A lookup at plain symbols: the table itself, its axes put where the symbols have theirs."""
