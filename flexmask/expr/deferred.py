@@ -81,6 +81,8 @@ def in_graph(mask: Mask) -> DeferredMask:
     """A mask as one that a graph takes, with its tensors as inputs."""
     if isinstance(mask, DeferredMask):
         return mask
+    if mask.has_other_lists():
+        mask = cast(Mask, mask.lifted)
     tensors = mask.tensors
     items = ("value", mask.form.digest), ("list", (LEAF,) * len(tensors))
     return DeferredMask(("call", GIVEN, items, ()), tensors, mask.params)

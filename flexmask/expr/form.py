@@ -135,8 +135,9 @@ class Derived:
     """
 
     __slots__ = (
-        "__weakref__", "_form", "below", "depth", "digest", "held", "is_kept", "key", "memo", "params", "slots", "symbols",
-    )  # fmt: skip
+        *("__weakref__", "_form", "below", "depth", "digest", "held", "is_kept", "key", "lifted", "memo", "params", "slots"),
+        "symbols",
+    )
 
     _form: Node | None
     below: tuple[Node, ...]
@@ -145,6 +146,7 @@ class Derived:
     held: tuple[Held, ...]
     is_kept: bool
     key: Key
+    lifted: Any
     memo: dict[str, Any]
     params: tuple[str, ...]
     slots: tuple[int, ...]

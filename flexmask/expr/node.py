@@ -185,6 +185,8 @@ class Node(Derived):
                         node._put(name, getattr(node, f"_make_{name}")())
             elif name == "memo":
                 self._put("memo", {})
+            elif name == "lifted":
+                self._put("lifted", self._make_lifted())
             elif (name == "below" or name in _reader(type(self))[0]) and _has(self, "_form"):
                 self._fill()
             else:

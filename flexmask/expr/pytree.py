@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from torch.utils._pytree import SequenceKey, register_pytree_node
 
+from flexmask.expr.deferred import KINDS
 from flexmask.expr.form import Held, filled
 from flexmask.expr.mask import And, Compare, Mask, Named, Not, Or, PerHead, Truth, Xor
 from flexmask.expr.tables import Slot
@@ -37,3 +38,5 @@ for _kind in (And, Compare, Named, Not, Or, PerHead, Truth, Xor):
         serialized_type_name=f"flexmask.{_kind.__name__}",
         flatten_with_keys_fn=_flatten_with_keys,
     )
+for _deferred in KINDS:  # before a graph is made: torch reads which types are pytrees when it begins
+    register_pytree_node(_deferred, _deferred.flatten, _deferred.unflatten, serialized_type_name=f"flexmask.{_deferred.__name__}")

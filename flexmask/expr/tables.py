@@ -122,7 +122,7 @@ class Slot(Table):
         number: of the tensor in :attr:`Node.held`.
         axes: how many axes the tensor has.
         dtype: its dtype.
-        may_be_longer, name, is_argument: see :class:`TensorTable`.
+        may_be_longer, name, is_argument, is_list: see :class:`TensorTable`.
     """
 
     number: int
@@ -131,6 +131,7 @@ class Slot(Table):
     may_be_longer: bool = False
     name: str = ""
     is_argument: bool = False
+    is_list: bool = False
 
     def _make_key(self) -> Key:
         return Key("Slot", self.number, self.is_argument)
@@ -143,7 +144,7 @@ class Slot(Table):
         return TensorTable
 
     def _filled_values(self, made: dict[int, Node], held: tuple[Held, ...]) -> tuple[Any, ...]:
-        return held[self.number].tensor, self.may_be_longer, self.name, self.is_argument
+        return held[self.number].tensor, self.may_be_longer, self.name, self.is_argument, self.is_list
 
     def _with_numbers(self, numbers: dict[int, int]) -> Node:
         _, *others = self._values()
@@ -174,17 +175,20 @@ class TensorTable(Table):
         name: what it is called in texts and messages: the user's name for it, the parameter that it is the value of, or the
             variable of a traced function.
         is_argument: whether it is an argument of an opaque call, as it is and of any dtype; otherwise it is looked up.
+        is_list: whether it was a list, which is moved to the device of a lowering.
     """
 
     tensor: Tensor
     may_be_longer: bool = False
     name: str = ""
     is_argument: bool = False
+    is_list: bool = False
 
     def __post_init__(self) -> None:
         import flexmask.expr.pytree  # noqa: F401 - so that the mask is one
 
-        form = made(Slot, 0, self.tensor.dim(), self.tensor.dtype, self.may_be_longer, self.name, self.is_argument)
+        tensor, *others = self._values()
+        form = made(Slot, 0, tensor.dim(), tensor.dtype, *others)
         self.take(form, (Held(self.tensor),))
 
     def _make_key(self) -> Key:

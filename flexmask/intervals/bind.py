@@ -94,7 +94,8 @@ def check_bound(mask: Mask, caller: str = "") -> None:
 def _device(mask: Mask, device: torch.device | str | None, q_offset: object) -> torch.device:
     found: dict[torch.device, Slot | None] = {}
     for slot in parts_of(mask).slots:
-        found.setdefault(mask.held[slot.number].tensor.device, slot)
+        if not slot.is_list:
+            found.setdefault(mask.held[slot.number].tensor.device, slot)
     if isinstance(q_offset, Tensor):
         found.setdefault(q_offset.device, None)
     wanted = next(iter(found), torch.device("cpu")) if device is None else _sync.resolve_device(device)
@@ -130,7 +131,8 @@ def _offset(q_offset: Any, q_len: int) -> tuple[int | Tensor, int | None]:
 
 
 def _usable(slot: Slot, context: Context) -> Tensor:
-    return usable(context.source.held[slot.number].tensor, lambda: f"the data of {context.source.brief()}")
+    tensor = usable(context.source.held[slot.number].tensor, lambda: f"the data of {context.source.brief()}")
+    return tensor.to(context.device) if slot.is_list else tensor
 
 
 def _tensor(table: Table | Param, context: Context) -> Tensor:

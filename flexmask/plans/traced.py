@@ -11,7 +11,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
 from flexmask._transforms import are_ints, captured, has_values
 from flexmask.errors import ExpressionError, FlexmaskError, LoweringError, OperandError
-from flexmask.expr.deferred import KINDS, DeferredMask
+from flexmask.expr.deferred import DeferredMask
 from flexmask.expr.mask import Mask
 from flexmask.plans.capture import Setting, context_of, lower
 from flexmask.plans.lowered import LoweredMask
@@ -114,8 +114,6 @@ def _fix_sizes(given: Any) -> Any:
     return given
 
 
-for _kind in KINDS:
-    register_pytree_node(_kind, _kind.flatten, _kind.unflatten, serialized_type_name=f"flexmask.{_kind.__name__}")
 register_pytree_node(
     _Refusal,
     lambda refusal: ([], (refusal.kind, refusal.message)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +195,96 @@ def test_lists_are_data() -> None:
         ids = torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in n])
         torch.testing.assert_close(compiled(n, m), dense((ids[:, None, :, None] == ids[:, None, None]) & keys(torch.tensor(m))))
     assert counter.frame_count == 2
+
+
+def _ids(lengths: list[int]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def _same(lengths: list[int]) -> Tensor:
+    return _ids(lengths)[:, None] == _ids(lengths)
+
+
+#: How a mask is made of the lengths of two documents, and its cells.
+OF_LISTS: dict[str, tuple[Callable[[list[int]], Mask], Callable[[list[int]], Tensor]]] = {
+    "lengths": (lambda n: fm.causal() & fm.document(lengths=n), lambda n: CAUSAL & _same(n)),
+    "offsets": (lambda n: fm.document(cu_seqlens=[[0, n[0], LENGTH]] * 2), lambda n: _same(n)),
+    "of sequences": (lambda n: fm.causal() & fm.key_padding(n), lambda n: CAUSAL & keys(torch.tensor(n))),
+    "a prefix": (fm.prefix_lm, lambda n: CAUSAL | keys(torch.tensor(n))),
+    "of heads": (lambda n: kv < fm.table(n)[fm.h], lambda n: kv_ < torch.tensor(n)[h_]),
+    "inside": (lambda n: fm.per_head([fm.causal(), ~fm.document(lengths=n)]), lambda n: torch.where(h_ == 0, CAUSAL, ~_same(n))),
+    "two lists": (
+        lambda n: (fm.document(lengths=n) & fm.key_padding([n[1], LENGTH])).named("packed"),
+        lambda n: _same(n) & keys(torch.tensor([n[1], LENGTH])),
+    ),
+    "with a tensor": (lambda n: PACKED | fm.document(lengths=n), lambda n: SAME | _same(n)),
+}
+
+
+@pytest.fixture
+def new_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexmask.expr.mask._TRACED", form.Kept(99))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_to_compiled_code")
+@pytest.mark.parametrize("name", OF_LISTS)
+def test_lists_of_a_mask_that_is_an_argument_are_data(name: str) -> None:
+    """The first list is a constant of its graph, which a mask that stays the same needs; others are inputs of one more."""
+    make, cells = OF_LISTS[name]
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda mask: attention(X, X, X, mask), fullgraph=True, backend=counter)
+    for first in (3, 5, 20, 1, 9, 22, 7, 2, 12, 3):
+        lengths = [first, LENGTH - first]
+        torch.testing.assert_close(compiled(make(lengths)), dense(cells(lengths)))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_to_compiled_code")
+def test_lists_of_the_mask_of_a_layer_are_data() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    layer, x = fm.MultiheadFlexAttention(8, 8, 2), torch.randn(2, LENGTH, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for lengths in ([3, 21], [5, 19], [20, 4], [8, 8, 8], [2, 10, 12], [24, 0, 0, 0]):
+        layer.mask = fm.causal() & fm.document(lengths=lengths)
+        found, wanted = (torch.autograd.grad(run(x).square().sum(), layer.in_proj.weight)[0] for run in (compiled, layer))
+        torch.testing.assert_close(found, wanted)
+    assert counter.frame_count == 3  # with another number of documents torch makes one for each
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_to_compiled_code")
+def test_lists_along_the_tokens_are_a_part_of_the_graph() -> None:
+    """As data their key intervals could not be counted in a graph."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda mask: attention(X, X, X, mask), fullgraph=True, backend=counter)
+    for first in (3, 5, 20):
+        lengths = [first, LENGTH - first]
+        torch.testing.assert_close(compiled(fm.document(_ids(lengths).tolist())), dense(_same(lengths)))
+    assert counter.frame_count == 3
+
+
+def test_lists_as_data_are_moved_to_the_device() -> None:
+    mask = fm.causal() & fm.document(lengths=[3, 21]) & fm.key_padding([24, 20])
+    assert torch.equal(mask.lifted.dense(LENGTH), mask.dense(LENGTH))
+    assert mask.lifted.rows(LENGTH, device="meta").upper.lo.is_meta
+    assert fm.causal().lifted is fm.key_padding(torch.tensor([3])).lifted is None
+
+
+@pytest.mark.slow
+def test_a_graph_that_begins_with_a_transform() -> None:
+    """In a process that has lowered no mask in compiled code."""
+    code = """
+import torch
+from flexmask import attention, document
+x, ids = torch.randn(3, 2, 2, 8, 8), torch.arange(8) // 3
+run = lambda x, ids: torch.func.vmap(lambda x: attention(x, x, x, document(ids)))(x)
+print(torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x, ids), run(x, ids)))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout == "True\n", found.stderr
 
 
 @pytest.mark.slow
