@@ -62,7 +62,7 @@ def place(given: str) -> tuple[int, ...]:
     """``Q,KV`` or ``B,H,Q,KV``: a cell."""
     parts = [part.strip() for part in given.split(",")]
     if len(parts) not in (2, 4) or not all(part.isdecimal() for part in parts):
-        raise click.BadParameter(f"{given!r} is neither Q,KV nor B,H,Q,KV")
+        raise click.BadParameter(f"{given!r} is neither Q,KV nor B,H,Q,KV, numbers from 0 on")
     return tuple(map(int, parts))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
+from flexmask._checks import check_flag
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_number, as_table, named_data
 from flexmask.expr.deferral import deferrable
@@ -154,8 +155,12 @@ class Mask(MaskMethods):
             cast(Mask, self.expand().replace(lambda node: to.get(node.name) if isinstance(node, Symbol) else None))
         )
 
-    def to(self, device: torch.device | str) -> Mask:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Mask:
         """The same mask with its tensors moved to a device. Literal data needs no move.
+
+        Args:
+            device: where to.
+            non_blocking: as of ``Tensor.to``, for tensors in pinned memory.
 
         Raises:
             LoweringError: a tensor is on ``meta``, where it has no values to move; or there is no such device.
@@ -163,11 +168,12 @@ class Mask(MaskMethods):
         from flexmask._sync import move_remedy, resolve_device  # what needs torch is imported when it is used
 
         device = resolve_device(device)
+        check_flag(non_blocking, "non_blocking")
         for tensor in self.tensors:
             if tensor.is_meta and device.type != "meta":
                 found = f"a tensor {list(tensor.shape)} of the mask {self.brief()} is on meta"
                 raise LoweringError(f"{found}, and cannot move to {device}; {move_remedy(tensor.device, device)}")
-        return self.with_tensors([tensor.to(device) for tensor in self.tensors])
+        return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])
 
     def pin_memory(self) -> Mask:
         """The same mask with its tensors in pinned memory, as a ``DataLoader(pin_memory=True)`` asks for."""

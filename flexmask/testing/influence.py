@@ -113,16 +113,17 @@ def by_gradient(call: Call, name: str, hidden: Tensor) -> Tensor:
 
 
 def by_change(call: Call, name: str, hidden: Tensor) -> Tensor:
-    """The hidden positions whose change changes the output, ``bool[B, q_len, length]``; arguments as for gradients."""
-    leaks = torch.zeros_like(hidden)
+    """By how much changes of hidden positions change the output, ``float64[B, q_len, length]``; arguments as for gradients."""
+    changes = torch.zeros(hidden.shape, dtype=torch.float64, device=hidden.device)
     value, other = call.inputs[name], call.changed(name)
     with torch.no_grad():
         out = call()
         for place in hidden.any(1).any(0).nonzero().flatten().tolist():
             changed = value.clone()
             changed[:, place] = other[:, place]
-            leaks[:, :, place] = (call(**{name: changed}) != out).any(-1) & hidden[:, :, place]
-    return leaks
+            change = (call(**{name: changed}).double() - out.double()).abs().amax(-1)
+            changes[:, :, place] = torch.where(hidden[:, :, place], change, 0)
+    return changes
 
 
 def depends(call: Call, name: str, pairs: Tensor) -> bool:

@@ -188,7 +188,8 @@ def _check(call: Call, rule: _Rule) -> None:
         raise LoweringError(f"x and context must have one batch, got {batch} and {call.inputs[rule.name].shape[0]} sequences")
     check_size((batch, q_len, length), REMEDY)
     hidden = ~rule.allowed(call)
-    found = {"by gradient": by_gradient(call, rule.name, hidden), "by change": by_change(call, rule.name, hidden)}
+    changes = by_change(call, rule.name, hidden)
+    found = {"by gradient": by_gradient(call, rule.name, hidden), "by change": changes != 0}
     leaks = found["by gradient"] | found["by change"]
     if not leaks.any():
         others = ~hidden if rule.name == "context" else ~hidden & ~torch.eye(length, dtype=torch.bool, device=hidden.device)
@@ -207,7 +208,8 @@ def _check(call: Call, rule: _Rule) -> None:
     picture = picture_around((q, kv), (q_len, length), lambda rows, columns: marks[rows, columns], ".#!", legend)
     raise AssertionError(
         f"{int(leaks.sum()):,} of {leaks.numel():,} pairs leak ({ways}): in batch {b} the output of query {q} depends on "
-        f"{what} {kv} of {rule.name}{_hiding_terms(call, rule, b, q, kv)}{_enough_layers(call, rule, leaks)}\n\n{picture}"
+        f"{what} {kv} of {rule.name}{_hiding_terms(call, rule, b, q, kv)}{_enough_layers(call, rule, leaks)}\n"
+        f"Changes of hidden positions change outputs by at most {float(changes.max()):.1e}.\n\n{picture}"
         + (f"\n\n{call.note}" if call.note else "")
     )
 

@@ -128,3 +128,11 @@ def test_a_data_loader_pins_masks(lowered: bool) -> None:
     loader: Any = torch.utils.data.DataLoader(masks, batch_size=None, pin_memory=True)
     (pinned,) = loader
     assert all(tensor.is_pinned() for tensor in pytree.tree_leaves(pinned) if isinstance(tensor, torch.Tensor))
+
+
+def test_masks_move_as_tensors_do() -> None:
+    mask = fm.causal() & fm.key_padding(torch.tensor([3, 4]))
+    moved = mask.to("cpu", non_blocking=True)
+    assert torch.equal(moved.dense(5), mask.dense(5))
+    with pytest.raises(fm.errors.OperandError, match="non_blocking must be True or False"):
+        mask.to("cpu", non_blocking=1)  # type: ignore[arg-type]
