@@ -195,9 +195,10 @@ class Node(Derived):
 
     def kept(self, name: str, make: Callable[[], R]) -> R:
         """What ``make`` gives, worked out once and kept in :attr:`memo` under a name."""
-        if name not in self.memo:
-            self.memo[name] = make()
-        return cast(R, self.memo[name])
+        memo: dict[str, R] = self.memo
+        if name not in memo:
+            memo[name] = make()
+        return memo[name]
 
     @property
     def form(self) -> Self:
