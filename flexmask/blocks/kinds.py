@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from flexmask.blocks.ranges import BlockRanges, axis_name
-from flexmask.expr.index import Arithmetic, Constant, Index, Symbol, kv
+from flexmask.expr.index import Arithmetic, Constant, Index, Opaque, Symbol, kv
 from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import And, Mask, Not, Or, Xor
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import Opaque
 from flexmask.intervals.extent import extent
 from flexmask.intervals.solve import Span
 

@@ -26,8 +26,7 @@ from flexmask.intervals.context import MAX_LENGTH, Context, Tables
 from flexmask.intervals.documents import check_covers, document_stops, document_table
 from flexmask.intervals.extent import values_extent
 from flexmask.intervals.operations import greater
-from flexmask.intervals.parts import parts_of
-from flexmask.intervals.sizes import checked_size, checked_sizes
+from flexmask.intervals.sizes import checked_size, checked_sizes, parts_of
 
 #: How far the first query may be from the start, so that sums of positions are 64-bit integers still.
 MAX_OFFSET = 2**60

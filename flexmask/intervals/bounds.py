@@ -19,23 +19,31 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._transforms import are_ints, can_keep_tensors, is_captured
 from flexmask.errors import LoweringError
-from flexmask.expr.index import Constant, Index, Symbol, q
+from flexmask.expr.index import Constant, Index, Opaque, Symbol, q
 from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Truth, Xor, operands_of
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import COVERING, DocumentTable
 from flexmask.expr.tables import Lookup, Param, Slot, Table
 from flexmask.intervals.bands import distance_from_query, share_a_key
 from flexmask.intervals.bind import bind
+from flexmask.intervals.columns import (
+    PiecewiseColumn,
+    ValueRuns,
+    direction,
+    equal_hull,
+    nondecreasing_runs,
+    runs,
+    search,
+    threshold,
+    true_hull,
+)
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.documents import document_spans, is_at_positions
 from flexmask.intervals.evaluation import Evaluation, sides
 from flexmask.intervals.extent import INT64, extent
 from flexmask.intervals.operations import clamped, greater, lesser
-from flexmask.intervals.piecewise import PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
-from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, search, threshold, true_hull
 from flexmask.intervals.solve import Span, has_same_sides, is_separable, separate
 from flexmask.intervals.subtrees import subtree_rows
 

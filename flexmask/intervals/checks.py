@@ -11,9 +11,8 @@ from torch import Tensor
 from flexmask import _sync
 from flexmask._transforms import is_captured
 from flexmask.errors import LoweringError
-from flexmask.expr.index import Absolute, Arithmetic, Constant, Index, Symbol
+from flexmask.expr.index import Absolute, Arithmetic, Constant, Index, Opaque, Symbol
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, Ranged, Slot, Table
 from flexmask.intervals import laws
 from flexmask.intervals.context import MAX_LENGTH, Context

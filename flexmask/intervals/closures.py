@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from flexmask.expr.form import Key
-from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Opaque, Symbol
 from flexmask.expr.mask import And, Compare, Mask, Or, Truth, Xor
-from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup
 from flexmask.intervals.context import Context
 from flexmask.intervals.extent import Read, extent, fits

@@ -10,8 +10,8 @@ from flexmask import _sync
 from flexmask.errors import LoweringError
 from flexmask.expr.index import Index, Symbol
 from flexmask.expr.packing import COVERING
+from flexmask.intervals.columns import picked
 from flexmask.intervals.rows import padded
-from flexmask.intervals.runs import picked
 from flexmask.intervals.subtrees import subtree_ends
 
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from flexmask._transforms import are_ints, is_captured
-from flexmask.expr.index import FOLD_COMPARE, Constant, Index, Symbol
+from flexmask.expr.index import FOLD_COMPARE, Constant, Index, Opaque, Symbol
 from flexmask.expr.linear import Linear, Quotient, Sum
 from flexmask.expr.mask import Compare, Mask, Truth
 from flexmask.expr.node import Node
-from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Lookup, Param, Table
 from flexmask.intervals import laws

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from flexmask import _sync
 from flexmask._transforms import are_ints
-from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Symbol
+from flexmask.expr.index import Absolute, Arithmetic, Choice, Constant, Index, Opaque, Symbol
 from flexmask.expr.linear import Quotient, Sum
-from flexmask.expr.opaque import Opaque
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.context import MAX_LENGTH, Context

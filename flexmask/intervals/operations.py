@@ -16,9 +16,8 @@ from torch import Tensor
 
 from flexmask._transforms import are_ints, vectorized
 from flexmask.errors import LoweringError
-from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Index
+from flexmask.expr.index import FOLD, FOLD_COMPARE, Absolute, Arithmetic, Choice, Index, Opaque
 from flexmask.expr.mask import And, Compare, Mask, Not, Or, PerHead, Xor
-from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, Slot
 from flexmask.intervals.context import Context
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from flexmask.expr.index import Arithmetic
+from flexmask.expr.index import Arithmetic, Opaque
 from flexmask.expr.mask import Mask
-from flexmask.expr.opaque import Opaque
 
 #: Rows in a tile of queries. On Blackwell a program has two tiles, but for few queries and for heads of `WIDEST` channels.
 TILE = 128

@@ -30,9 +30,9 @@ from flexmask.expr.tables import Lookup
 from flexmask.intervals.bands import band_of
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
+from flexmask.intervals.columns import within_true
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.intervals.runs import within_true
 from flexmask.lowering.block_mask import MAX_GRID, block_count
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.lowering.ends import in_memory

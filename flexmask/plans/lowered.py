@@ -24,9 +24,9 @@ from flexmask.expr.mask import Truth
 from flexmask.intervals.bands import KINDS, READ, Band, Fused
 from flexmask.intervals.bounds import RowBounds
 from flexmask.intervals.closures import without_unit_axes
+from flexmask.intervals.columns import runs
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
-from flexmask.intervals.runs import runs
 from flexmask.lowering.block_lists import grid_lists
 from flexmask.lowering.block_mask import block_lists, from_lists
 from flexmask.lowering.mask_mod import MaskMod, interval_mod

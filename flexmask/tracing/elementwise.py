@@ -13,8 +13,21 @@ from torch import Tensor
 from flexmask.expr.choice import where
 from flexmask.expr.index import Constant, Index, as_index, maximum, minimum
 from flexmask.expr.mask import Mask, Truth
-from flexmask.tracing.proxies import INTEGERS, MAX_ELEMENTS, Element, NoExpression, Proxy, TraceState, as_integer, as_truth
-from flexmask.tracing.rules import RULES, Rule, has_proxy, map_elements, rule
+from flexmask.tracing.proxies import (
+    INTEGERS,
+    MAX_ELEMENTS,
+    RULES,
+    Element,
+    NoExpression,
+    Proxy,
+    Rule,
+    TraceState,
+    as_integer,
+    as_truth,
+    has_proxy,
+    map_elements,
+    rule,
+)
 
 __all__: list[str] = []
 

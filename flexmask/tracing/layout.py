@@ -14,8 +14,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flexmask.expr.choice import where
 from flexmask.expr.index import Constant, Index, maximum, minimum
-from flexmask.tracing.proxies import MAX_ELEMENTS, Element, NoExpression, Proxy, Source, TraceState, as_integer, as_truth
-from flexmask.tracing.rules import RULES, Rule, broadcast_elements, has_proxy, rule
+from flexmask.tracing.proxies import (
+    MAX_ELEMENTS,
+    RULES,
+    Element,
+    NoExpression,
+    Proxy,
+    Rule,
+    Source,
+    TraceState,
+    as_integer,
+    as_truth,
+    broadcast_elements,
+    has_proxy,
+    rule,
+)
 
 __all__: list[str] = []
 

@@ -1,24 +1,27 @@
-"""Proxies: the tensors that a function computes with while it is traced.
+"""Proxies, the tensors that a function computes with while it is traced, and the table of rules for torch's operations on them.
 
 A proxy has a shape, a dtype and a device, and one expression per element instead of a value: a mask where the dtype is bool, an
 index expression where it is an integer. The traced function never sees values.
+
+A rule takes the state of the trace, the function that was called, and its arguments, proxies or not. It gives a proxy, or raises
+:class:`NoExpression` where these arguments have no expression.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from math import prod
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from flexmask.errors import FlexmaskError
-from flexmask.expr.index import Choice, Constant, Index, Symbol, as_index
+from flexmask.expr.index import Choice, Constant, Index, Opaque, Symbol, as_index
 from flexmask.expr.mask import Compare, Mask, Truth
 from flexmask.expr.node import within_depth
-from flexmask.expr.opaque import Opaque
 from flexmask.expr.tables import Lookup, TensorTable
 from flexmask.intervals.context import MAX_LENGTH
 from flexmask.intervals.extent import Extent, value_range
@@ -261,3 +264,48 @@ class TraceState:
         elif example.dtype != torch.int64 and not (example.dtype.is_floating_point or example.dtype.is_complex):
             elements = [Opaque(torch.Tensor.long, (element,)) for element in elements]  # expressions do not overflow
         return self.proxy(elements, example.shape, example.dtype)
+
+
+Rule = Callable[..., Any]
+
+#: Operations that read metadata of a tensor, no values.
+METADATA = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "stride", "get_device", "__hash__", "is_tensor"}
+METADATA |= {"result_type", "can_cast", "__len__", "ndimension", "nelement", "is_contiguous"}
+#: Operations that read a value.
+READS = {"__bool__", "item", "tolist", "__int__", "__index__", "__float__", "numpy", "__array__", "__contains__", "__complex__"}
+READS |= {"__repr__", "__format__", "__setitem__", "equal", "is_nonzero", "allclose"}
+#: Operations that draw random numbers, so that a mask would not be the same each time.
+RANDOM = {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson", "dropout"}
+RANDOM |= {"rand_like", "randn_like", "randint_like", "random_", "uniform_", "normal_", "bernoulli_", "exponential_"}
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operations, by the names that torch has for them."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def has_proxy(value: Any) -> bool:
+    """Whether nested arguments contain a proxy."""
+    return any(isinstance(leaf, Proxy) for leaf in tree_leaves(value))
+
+
+def map_elements(state: TraceState, dtype: torch.dtype, function: Callable[..., Element], *values: Any) -> Proxy:
+    """``function`` of the elements of values that broadcast."""
+    rows, shape = broadcast_elements([state.lift(value) for value in values])
+    return state.proxy((function(*row) for row in rows), shape, dtype)
+
+
+def broadcast_elements(traced: Sequence[Proxy]) -> tuple[list[tuple[Element, ...]], torch.Size]:
+    """The elements of proxies that broadcast, as one tuple per element of the result, and the shape of the result."""
+    if all(value.dim() == 0 for value in traced):
+        return [tuple(value.elements[0] for value in traced)], torch.Size()
+    places = torch.broadcast_tensors(*(torch.arange(value.numel(), device="cpu").view(value.shape) for value in traced))
+    columns = [[value.elements[i] for i in place.flatten().tolist()] for value, place in zip(traced, places, strict=True)]
+    return list(zip(*columns, strict=True)), places[0].shape

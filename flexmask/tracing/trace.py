@@ -15,15 +15,25 @@ from torch.utils._pytree import tree_map_only
 from flexmask import _sync
 from flexmask._checks import check_flag
 from flexmask.errors import OperandError, TraceError
-from flexmask.expr.index import b, h, kv, q
+from flexmask.expr.index import Opaque, b, h, kv, q
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint, describe_non_mask
-from flexmask.expr.opaque import Opaque
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
-from flexmask.tracing.proxies import NoExpression, Proxy, TraceState, Untraceable, as_truth
+from flexmask.tracing.proxies import (
+    METADATA,
+    RANDOM,
+    READS,
+    RULES,
+    NoExpression,
+    Proxy,
+    Rule,
+    TraceState,
+    Untraceable,
+    as_truth,
+    has_proxy,
+)
 from flexmask.tracing.recognize import recognize
-from flexmask.tracing.rules import METADATA, RANDOM, READS, RULES, Rule, has_proxy
 
 #: Arguments of torch functions that rules take by position, in this order; a caller may give them by name.
 POSITIONS = ("condition", "self", "input", "elements", "mask", "test_elements", "other", "exponent", "value")

@@ -23,7 +23,7 @@ from flexmask.expr import node
 from flexmask.expr.tables import TensorTable
 from flexmask.intervals import solve
 from flexmask.intervals.bind import bind
-from flexmask.intervals.runs import ValueRuns
+from flexmask.intervals.columns import ValueRuns
 from flexmask.registry import named, withdraw
 from tests.support import oracle
 

@@ -19,8 +19,7 @@ from flexmask.expr.linear import Quotient, Sum
 from flexmask.expr.mask import SWAPPED, And, Compare, Named, Not, Or
 from flexmask.expr.tables import Lookup
 from flexmask.intervals import laws
-from flexmask.intervals.piecewise import PiecewiseColumn, direction
-from flexmask.intervals.runs import threshold
+from flexmask.intervals.columns import PiecewiseColumn, direction, threshold
 from flexmask.intervals.solve import Span, separate
 
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {

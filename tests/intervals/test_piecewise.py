@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flexmask as fm
-from flexmask.intervals.piecewise import MAX_CANDIDATES, MAX_ENTRIES, PiecewiseColumn, direction
+from flexmask.intervals.columns import MAX_CANDIDATES, MAX_ENTRIES, PiecewiseColumn, direction
 from flexmask.intervals.rows import Rows
 from tests.support.lowerings import check_block_mask, check_lowerings, check_stats
 from tests.support.strategies import Case, Shape
@@ -165,7 +165,7 @@ def test_blocks_decided_by_ranges(text: str, block_size: Any) -> None:
 
 
 def test_more_intervals_than_are_listed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmask.intervals.piecewise.CHUNK", 2**10)
+    monkeypatch.setattr("flexmask.intervals.columns.CHUNK", 2**10)
     mask = fm.causal() & (fm.kv % 3 <= fm.q % 3)
     bounds = mask.rows(300)
     assert not bounds.exact

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask.intervals import Rows
-from flexmask.intervals.runs import ValueRuns, equal_hull, nondecreasing_runs, runs, threshold, within_true
+from flexmask.intervals.columns import ValueRuns, equal_hull, nondecreasing_runs, runs, threshold, within_true
 from tests.support import oracle
 from tests.support.lowerings import assert_canonical, own_cells_of
 from tests.support.paths import path

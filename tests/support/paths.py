@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from flexmask import _sync
-from flexmask.intervals import bounds, runs
+from flexmask.intervals import bounds, columns
 from flexmask.lowering import block_mask as lowering
 
 
@@ -34,10 +34,10 @@ def path(name: str) -> Iterator[None]:
                 patch.setattr(_sync, "needs_sync", lambda tensor: True)
                 patch.setattr("flexmask.blocks.grid.FEW_CELLS", 0)
             case "runs of queries":
-                patch.setattr(runs, "MANY", 1)
+                patch.setattr(columns, "MANY", 1)
                 patch.setattr(bounds, "MAX_KEPT_QUERIES", 0)
             case "single queries":
-                patch.setattr(runs, "MANY", 2**30)
+                patch.setattr(columns, "MANY", 2**30)
                 patch.setattr(bounds, "MAX_KEPT_QUERIES", 2**30)
             case _:
                 raise ValueError(name)
