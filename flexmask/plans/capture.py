@@ -248,14 +248,13 @@ def _bounds_and_keys(context: Context) -> tuple[Rows, Tensor] | None:
 
 def _remedy(mask: Mask) -> str:
     """What to write for a mask that has too many cells for a plan."""
-    each_step = "all mask.block_mask() at each step instead"
     compared = (node for node in mask.walk() if isinstance(node, Compare) and node.sign == "==")
     if any(isinstance(node.left, Lookup) and isinstance(node.right, Lookup) for node in compared):
         return (
             "Where the tokens of each document are contiguous, write document(ids, contiguous=True), or give its lengths= or "
-            f"cu_seqlens=; otherwise c{each_step}"
+            "cu_seqlens=; otherwise call mask.block_mask() at each step instead"
         )
-    return f"C{each_step}"
+    return "Call mask.block_mask() at each step instead"
 
 
 def _sizes(setting: Setting, tensors: Sequence[Tensor]) -> Sizes:
