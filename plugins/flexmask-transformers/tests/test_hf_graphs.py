@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from flexmask_transformers import use_mask
-from hf_models import gradients, one_layer, pair, tokens
+from hf_models import gradients, one_layer, padding, pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE, documents_alone
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
+from transformers import DynamicCache, StaticCache
 
 import flexmask
 from flexmask import causal, document
@@ -143,3 +144,28 @@ def test_a_mask_of_your_own_behind_other_tokens(name: str, combine: Any) -> None
     refused = pytest.raises(torch._dynamo.exc.Unsupported, match="as many queries as keys")
     with refused, use_mask(ours, "sliding_window(size=6)", combine=combine):
         model(tokens(1, 2), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_static"),
+    [
+        ("llama", False),
+        ("gemma3", True),
+        *(pytest.param("mistral", is_static, marks=pytest.mark.exhaustive) for is_static in (False, True)),
+    ],
+)
+def test_tokens_one_by_one_behind_a_cache(name: str, is_static: bool) -> None:
+    """The number of tokens in a cache is an int that varies, also in the layers of a static cache that have a window."""
+    eager, ours = one_layer(name)
+    model, _ = compiled(ours)
+    cache = StaticCache(config=ours.config, max_cache_len=16) if is_static else DynamicCache(config=ours.config)
+    keep = padding("left")
+    places = (keep.cumsum(-1) - 1).clamp(min=0)
+    wanted = eager(tokens(), attention_mask=keep, position_ids=places).logits
+    with torch.no_grad():
+        for start, stop in ((0, 7), *((start, start + 1) for start in range(7, 11))):
+            given = {"attention_mask": keep[:, :stop], "position_ids": places[:, start:stop], "past_key_values": cache}
+            found = model(tokens()[:, start:stop], **given).logits
+            real = keep[:, start:stop].bool()
+            assert_close(found[real], wanted[:, start:stop][real], **CLOSE)
+    assert counters["stats"]["unique_graphs"] <= 3  # of the prompt, of one token, and of one behind a number that varies
