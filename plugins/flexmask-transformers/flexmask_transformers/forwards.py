@@ -23,6 +23,7 @@ from transformers.utils import is_peft_available
 from flexmask.errors import LoweringError, OperandError
 from flexmask_transformers.arguments import GivenMask, is_user_mask, is_whole_mask, require, require_none
 from flexmask_transformers.layers import Layers, layers_of
+from flexmask_transformers.model_mask import ModelMask, in_graph
 from flexmask_transformers.packing import Documents, packing_arguments, restarts, text_positions
 
 __all__ = ["Forward", "check_layers", "observe_all", "require_unpacked", "running"]
@@ -191,6 +192,9 @@ def _observe(kind: type[torch.nn.Module]) -> None:
         if is_user_mask(mask) and not isinstance(mask, dict):
             given = GivenMask(mask.mask if isinstance(mask, GivenMask) else mask, type(self).__name__)
             args, kwargs = positional.replaced("attention_mask", given, args, kwargs)
+        if torch.compiler.is_compiling() and isinstance(mask, ModelMask | dict):
+            own.has_masks = True
+            args, kwargs = positional.replaced("attention_mask", in_graph(mask, position_ids), args, kwargs)
         _LOCAL.forward = own
         try:
             if own.position_ids is not None:
@@ -229,7 +233,7 @@ def _forward_of(
     if not packing and around is not None:
         packing = around.packing
     keep = None
-    if positions is not None and isinstance(mask, Tensor) and mask.dim() == 2:
+    if positions is not None and isinstance(mask, Tensor) and mask.ndim == 2:
         keep = mask[:, -positions.shape[-1] :] != 0
     name = type(model).__name__
     if layers is not None and not layers.attend and outer is None:

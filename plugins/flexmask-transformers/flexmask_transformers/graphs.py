@@ -21,8 +21,8 @@ from flexmask import Mask, causal, document, full, key_padding, sliding_window
 from flexmask.errors import LoweringError
 from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import MAX_CELLS, LoweredMask
+from flexmask_transformers.model_mask import Request
 from flexmask_transformers.packing import check_branches, chunk_positions
-from flexmask_transformers.request import Request
 from flexmask_transformers.user_masks import user_mask_for
 
 __all__ = ["GraphMask", "mask_in_graph"]

@@ -13,9 +13,9 @@ from flexmask import Mask, document, from_mask_mod, full, key_padding, kv
 from flexmask.masks import reorder
 from flexmask.nn import CallTokens
 from flexmask_transformers.graphs import GraphMask, mask_in_graph
-from flexmask_transformers.model_mask import ModelMask
+from flexmask_transformers.model_mask import ModelMask, Request
 from flexmask_transformers.packing import Documents, check_branches, chunk_positions
-from flexmask_transformers.request import Request, take_request
+from flexmask_transformers.request import take_request
 from flexmask_transformers.user_masks import mask_of_call, user_mask_for
 
 __all__ = ["in_documents", "make_mask"]

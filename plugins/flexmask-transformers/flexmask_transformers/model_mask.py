@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from flexmask import Mask, MaskCache, from_dense, key_padding, q
 from flexmask.errors import OperandError
+from flexmask.plans.capture import lower_in_graph
 from flexmask_transformers.arguments import truth_values
-from flexmask_transformers.request import Request
+from flexmask_transformers.packing import Documents
 
-__all__ = ["ModelMask", "to_mask"]
+__all__ = ["ModelMask", "Request", "in_graph", "to_mask"]
 
 #: Functions that a model may call on its mask: METADATA reads its shape, dtype or device, SAME returns the mask itself.
 METADATA = {
@@ -30,6 +32,25 @@ METADATA = {
     "__format__",
 }
 SAME = {"contiguous", "clone", "detach", "type_as", "requires_grad_"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the next mask needs in addition to the arguments of a mask function.
+
+    Attributes:
+        documents: the documents of packed rows; None where rows are not packed.
+        user_mask: the Mask, text or mask_mod that the caller gave as ``attention_mask``, or a dict of them for each layer type.
+        keep: the 2-D mask, ``bool[B, tokens]``, or None.
+        cache: the model's cache of keys, or None.
+        knows_positions: whether ``documents`` are those of the ``position_ids`` that the model got.
+    """
+
+    documents: Documents | None = None
+    user_mask: Any = None
+    keep: Tensor | None = None
+    cache: Any = None
+    knows_positions: bool = False
 
 
 class ModelMask(Tensor):
@@ -145,6 +166,22 @@ def _takes_all(mask: Tensor, index: Any) -> bool:
             place is Ellipsis or (isinstance(place, slice) and place.indices(size) == (0, size, 1))
             for place, size in zip(places[::-1], mask.shape[::-1], strict=False)
         )
+
+
+def in_graph(mask: Any, position_ids: Any) -> Any:
+    """What a model in a graph of ``torch.compile`` passes on for a mask that was made before, as ``generate`` makes it.
+
+    Returns:
+        Its cells ``bool[B, 1, q_len, kv_len]``, in a dict for each layer type. Another mask, and one that was made without the
+        ``position_ids`` of the model, as it is.
+    """
+    if isinstance(mask, dict):
+        return {name: in_graph(own, position_ids) for name, own in mask.items()}
+    if not isinstance(mask, ModelMask) or not (position_ids is None or mask.request.knows_positions):
+        return mask
+    batch, _, q_len, kv_len = mask.shape
+    query, key = (torch.empty(batch, 1, length, 1, device=mask.device) for length in (q_len, kv_len))
+    return lower_in_graph(mask.mask, query, key, mask.q_offset, block_size=(0, 0)).dense()
 
 
 def to_mask(attention_mask: Tensor) -> Mask:

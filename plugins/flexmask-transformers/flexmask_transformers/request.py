@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,29 +21,11 @@ from flexmask.errors import LoweringError, OperandError
 from flexmask.plans import LoweredMask
 from flexmask_transformers.arguments import GivenMask, check_attention_mask, check_padding, check_rows, is_user_mask
 from flexmask_transformers.forwards import check_layers, running
+from flexmask_transformers.model_mask import Request
 from flexmask_transformers.packed_cache import note_keys, require_one_document
 from flexmask_transformers.packing import Documents, check_document_numbers, is_packed, restarts, text_positions
 
-__all__ = ["Request", "preprocess", "take_request"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the next mask needs in addition to the arguments of a mask function.
-
-    Attributes:
-        documents: the documents of packed rows; None where rows are not packed.
-        user_mask: the Mask, text or mask_mod that the caller gave as ``attention_mask``, or a dict of them for each layer type.
-        keep: the 2-D mask, ``bool[B, tokens]``, or None.
-        cache: the model's cache of keys, or None.
-        knows_positions: whether ``documents`` are those of the ``position_ids`` that the model got.
-    """
-
-    documents: Documents | None = None
-    user_mask: Any = None
-    keep: Tensor | None = None
-    cache: Any = None
-    knows_positions: bool = False
+__all__ = ["preprocess", "take_request"]
 
 
 class _Next(threading.local):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from flexmask_transformers import use_mask
-from hf_models import gradients, one_layer, padding, pair, tokens
+from hf_models import gradients, make_pair, one_layer, padding, pair, tokens
 from test_hf_masks import positions
 from test_hf_models import CLOSE, documents_alone
 from torch._dynamo.utils import counters
@@ -169,3 +170,14 @@ def test_tokens_one_by_one_behind_a_cache(name: str, is_static: bool) -> None:
             real = keep[:, start:stop].bool()
             assert_close(found[real], wanted[:, start:stop][real], **CLOSE)
     assert counters["stats"]["unique_graphs"] <= 3  # of the prompt, of one token, and of one behind a number that varies
+
+
+@pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "bart"))])
+def test_generate_with_masks_made_outside_of_the_graph(name: str) -> None:
+    """With a static cache transformers makes the masks of a prompt before it calls the model."""
+    eager, ours = make_pair(type(pair(name)[0]), lambda: copy.deepcopy(pair(name)[0].config))
+    given: dict[str, Any] = {"attention_mask": padding("left"), "cache_implementation": "static", "disable_compile": True}
+    given |= {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    ours.forward = compiled(ours.forward)[0]
+    assert ours.generate(tokens(), **given).tolist() == eager.generate(tokens(), **given).tolist()
+    assert counters["stats"]["unique_graphs"] == 2  # of the prompt and of one token
