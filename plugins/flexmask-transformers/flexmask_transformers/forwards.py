@@ -11,8 +11,9 @@ import importlib
 import inspect
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ __all__ = ["Forward", "check_layers", "observe_all", "require_unpacked", "runnin
 POSITIONS = re.compile("embed_pos|pos_embed|position_embed|wpe$")
 #: The warning of a model that makes positions itself, and ignores those that it got.
 IGNORED = "`position_ids` were provided but will be ignored"
+#: The start of the names of arguments that a model around another one gives to its decoder, which takes them without it.
+PREFIX = "decoder_"
 
 
 @dataclass(eq=False)
@@ -177,9 +180,11 @@ def _observe(kind: type[torch.nn.Module]) -> None:
     if code is None or getattr(forward, "__flexmask__", False):
         return
     positional = _Positional(code.co_varnames[1 : code.co_argcount])
-    is_given = "position_ids" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    arguments, texts = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], list(_texts(code))
+    is_given = "position_ids" in arguments
+    ignores = "decoder_input_ids" in arguments and "decoder_position_ids" not in arguments and PREFIX not in texts
     counts_positions = not is_given and any(map(POSITIONS.search, code.co_names))
-    counts_positions = counts_positions or any(isinstance(text, str) and IGNORED in text for text in code.co_consts)
+    counts_positions = counts_positions or any(IGNORED in text for text in texts)
 
     @functools.wraps(forward)
     def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,6 +202,10 @@ def _observe(kind: type[torch.nn.Module]) -> None:
             args, kwargs = positional.replaced("attention_mask", in_graph(mask, position_ids), args, kwargs)
         _LOCAL.forward = own
         try:
+            if ignores:
+                decoder_mask = positional.get("decoder_attention_mask", args, kwargs)
+                ignored = _forward_of(self, layers, decoder_mask, kwargs.get("decoder_position_ids"), {}, None)
+                ignored.require_unpacked(f"{type(self).__name__} ignores decoder_position_ids")
             if own.position_ids is not None:
                 if getattr(self.config, "is_encoder_decoder", False):
                     own.require_unpacked(f"{type(self).__name__} has an encoder and a decoder")
@@ -214,6 +223,15 @@ def _observe(kind: type[torch.nn.Module]) -> None:
 
     observed.__flexmask__ = True  # type: ignore[attr-defined]
     kind.forward = observed
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    """The texts in the code of a function, and of those in it, as comprehensions are before Python 3.12."""
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _texts(value)
+        elif isinstance(value, str):
+            yield value
 
 
 def _forward_of(

@@ -145,6 +145,19 @@ def test_packed_rows_of_an_encoder_and_a_decoder_are_refused(name: str) -> None:
         ours(**given, position_ids=PACKED)
 
 
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_positions_of_a_decoder_that_a_model_ignores(name: str) -> None:
+    eager, ours = pair(name)
+    given = {"input_ids": tokens(1), "decoder_input_ids": tokens(1), "use_cache": False}
+    padded = torch.tensor([[0, 0, *range(10)]])
+    keep = torch.tensor([[0, 0] + [1] * 10])
+    for places, others in ((positions(12), {}), (padded, {"decoder_attention_mask": keep})):
+        found = ours(**given, **others, decoder_position_ids=places).logits
+        assert_close(found[:, 2:], eager(**given, **others).logits[:, 2:], **CLOSE)
+    with pytest.raises(LoweringError, match=r"and \w+ForConditionalGeneration ignores decoder_position_ids: its documents would"):
+        ours(**given, decoder_position_ids=PACKED)
+
+
 @pytest.mark.parametrize("is_graph", [False, True])
 def test_packed_rows_of_a_decoder_that_counts_its_positions_are_refused(is_graph: bool) -> None:
     """BART's decoder has absolute positions and takes none: documents would have others than alone."""
