@@ -145,6 +145,28 @@ def test_packed_rows_of_an_encoder_and_a_decoder_are_refused(name: str) -> None:
         ours(**given, position_ids=PACKED)
 
 
+def changed_outputs(model: Any, argument: str, **given: Any) -> Tensor:
+    """``bool[12]``: which outputs depend on the first document of an argument."""
+    other = torch.cat([tokens(1, 5, seed=1), given[argument][:, 5:]], 1)
+    found, wanted = (own.logits[0] for own in (model(**{**given, argument: other}), model(**given)))
+    return torch.ne(found, wanted).any(-1)
+
+
+@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_documents_of_an_encoder_and_a_decoder_by_other_arguments(name: str, argument: str) -> None:
+    """T5 has no absolute positions. Those of BART count on through the row."""
+    eager, ours = pair(name)
+    packing = {argument: torch.tensor([0, 5, 12]) if argument == "cu_seq_lens_q" else (torch.arange(12) >= 5).int()[None]}
+    given = {"input_ids": tokens(1), "decoder_input_ids": tokens(1), "use_cache": False, **packing}
+    for row in ("input_ids", "decoder_input_ids"):
+        assert changed_outputs(ours, row, **given).tolist() == [True] * 5 + [False] * 7
+    wanted = [eager(input_ids=part, decoder_input_ids=part).logits for part in tokens(1).split(LENGTHS, 1)]
+    difference = (ours(**given).logits - torch.cat(wanted, 1)).abs()
+    assert difference[:, :5].max() < 2e-5
+    assert (difference[:, 5:].max() < 2e-5) == (name == "t5")
+
+
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_positions_of_a_decoder_that_a_model_ignores(name: str) -> None:
     eager, ours = pair(name)
