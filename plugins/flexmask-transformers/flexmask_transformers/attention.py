@@ -216,7 +216,8 @@ def _require_known_documents(
     if forward is not None and forward.packing and not is_separated:
         ids = document_ids(forward.packing, batch, q_len, kv_len)
         message = (
-            f"this model does not pass {', '.join(forward.packing)} on to {layer}; pack with position_ids that restart alone"
+            f"this model does not pass {', '.join(forward.packing)} on to {layer}; pack with position_ids that restart alone, or "
+            f"an EncoderDecoderModel with {' and '.join(f'decoder_{name}' for name in forward.packing)} as well"
         )
         require(~is_packed(ids), message, LoweringError)
     if isinstance(mask, ModelMask):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -165,6 +166,23 @@ def test_documents_of_an_encoder_and_a_decoder_by_other_arguments(name: str, arg
     difference = (ours(**given).logits - torch.cat(wanted, 1)).abs()
     assert difference[:, :5].max() < 2e-5
     assert (difference[:, 5:].max() < 2e-5) == (name == "t5")
+
+
+def test_documents_of_an_encoder_and_a_decoder_in_one_model() -> None:
+    """It gives its decoder the arguments that start with decoder_, without that."""
+    encoder, decoder = (transformers.BertConfig(**ENCODER, is_decoder=own, add_cross_attention=own) for own in (False, True))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    _, ours = make_pair(transformers.EncoderDecoderModel, lambda: copy.deepcopy(config))
+    rows = {"input_ids": tokens(1), "decoder_input_ids": tokens(1), "use_cache": False}
+    packing = {"cu_seq_lens_q": torch.tensor([0, 5, 12])}
+    with pytest.raises(LoweringError, match="an EncoderDecoderModel with decoder_cu_seq_lens_q as well"):
+        ours(**rows, **packing)
+    packing["decoder_cu_seq_lens_q"] = packing["cu_seq_lens_q"]
+    for others in ({}, {"decoder_position_ids": PACKED}):
+        for row in ("input_ids", "decoder_input_ids"):
+            assert changed_outputs(ours, row, **rows, **packing, **others).tolist() == [True] * 5 + [False] * 7
+    with pytest.raises(LoweringError, match=r"restart inside a row, and .* Give each document a row; cu_seq_lens_q or"):
+        ours(**rows, decoder_position_ids=PACKED)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
