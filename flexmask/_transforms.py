@@ -89,7 +89,7 @@ def is_transformed(*tensors: Tensor) -> bool:
     """Whether ``torch.func`` transforms the code that runs, or a tensor has a forward-mode tangent."""
     if torch.compiler.is_compiling():
         return False
-    if _has_transforms():
+    if has_transforms():
         return True
     return _has_level() and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
@@ -132,7 +132,7 @@ def usable(tensor: Tensor, what: Callable[[], str]) -> Tensor:
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """A context without transforms, so that tensors made in it from plain tensors are plain and can be kept."""
-    if torch.compiler.is_compiling() or not _has_transforms():
+    if torch.compiler.is_compiling() or not has_transforms():
         return nullcontext()
     from torch._functorch import pyfunctorch
 
@@ -140,7 +140,8 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return cleared()  # type: ignore[no-any-return]
 
 
-def _has_transforms() -> bool:
+def has_transforms() -> bool:
+    """Whether a transform of ``torch.func`` runs."""
     return _functorch is not None and _functorch.peek_interpreter_stack() is not None
 
 

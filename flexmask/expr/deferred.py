@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from flexmask._checks import is_tensor
+from flexmask._checks import is_tensor, is_traced
 from flexmask.errors import OperandError
 from flexmask.expr.choice import where
 from flexmask.expr.data import table
@@ -81,7 +81,7 @@ def in_graph(mask: Mask) -> DeferredMask:
     """A mask as one that a graph takes, with its tensors as inputs."""
     if isinstance(mask, DeferredMask):
         return mask
-    if mask.has_other_lists():
+    if is_traced() and mask.is_traced_with_other_lists():
         mask = cast(Mask, mask.lifted)
     tensors = mask.tensors
     items = ("value", mask.form.digest), ("list", (LEAF,) * len(tensors))

@@ -12,13 +12,13 @@ from flexmask._checks import check_flag
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.data import as_number, as_table, named_data
 from flexmask.expr.deferral import deferrable
-from flexmask.expr.form import PLAIN, Kept, Key, filled, made
+from flexmask.expr.form import PLAIN, Key, filled, made
 from flexmask.expr.index import FOLD_COMPARE, PRECEDENCE, Constant, Index, Symbol, as_index, h, parentheses_hint, wrap
 from flexmask.expr.methods import MaskMethods
 from flexmask.expr.names import describe_non_mask, write_arguments
 from flexmask.expr.node import Node, key_of, nodes_in, within_depth
-from flexmask.expr.packing import COVERING, DocumentTable, document_ids, document_starts, subtree_ends
-from flexmask.expr.tables import Literal, Lookup, Param, Ranged, TensorTable, named_table
+from flexmask.expr.packing import DocumentTable, document_ids, document_starts, subtree_ends
+from flexmask.expr.tables import Lookup, Param, named_table
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,11 @@ class Mask(MaskMethods):
                     f"{type(self).__name__!r} object has no attribute {name!r}; a BlockMask is mask.block_mask(q_len, kv_len)"
                 )
                 raise AttributeError(message, name=name, obj=self)
+            if name == "lifted":
+                from flexmask.expr.lists import lifted
+
+                self._put("lifted", lifted(self))
+                return self.lifted
             return MaskMethods.__getattr__(self, name)
 
     def __eq__(self, other: object) -> bool:
@@ -124,29 +129,18 @@ class Mask(MaskMethods):
         """The text for a message: as :meth:`spoken`, and the middle is left out where it is long."""
         return MaskMethods.brief(self.replace(_by_label))
 
-    def _make_lifted(self) -> Mask | None:
-        """The mask with the numbers of its lists for sequences and documents in tensors, or None where there is no such list."""
-        lists = {key for node in self.walk() if isinstance(node, Lookup) and (key := _list_of(node)) is not None}
-        if not lists:
-            return None
-
-        def lifted(node: Node) -> Node | None:
-            is_list = isinstance(node, Literal) and node.key in lists
-            return TensorTable(cast(Literal, node).to_tensor(), is_list=True) if is_list else None
-
-        return cast(Mask, self.replace(lifted))
-
-    def has_other_lists(self) -> bool:
+    def is_traced_with_other_lists(self) -> bool:
         """Whether code that ``torch.compile`` traces got this mask before with other numbers in its lists.
 
         Then :attr:`lifted` makes them inputs of the graph. Else they are constants of it, as those of a mask that stays the same.
+        The first call for a form remembers its numbers.
         """
-        if self.form.is_kept or self.lifted is None:
-            return False
-        return bool(_TRACED.add(self.lifted.form.digest, self.form.digest) != self.form.digest)
+        from flexmask.expr.lists import have_changed
+
+        return not self.form.is_kept and have_changed(self)
 
     # As torch.compiler.assume_constant_result does: it runs as it is where a graph is made.
-    has_other_lists._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    is_traced_with_other_lists._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def substitute(self, **symbols: Index | int) -> Mask:
         """The same predicate at other indices: ``mask.substitute(q=q + 1)``. All symbols change at once; names are lost."""
@@ -193,21 +187,6 @@ def _combine(sign: str, left: Mask, right: object) -> Mask:
 def _refuse(sign: str, other: object) -> NoReturn:
     hint = f"{parentheses_hint(sign)}. Here " if isinstance(other, Index | int) else ""
     raise OperandError(f"{hint}{sign} combines two masks, got {describe_non_mask(other)}")
-
-
-#: By a mask with its lists as data, in compiled code the first mask with some numbers there.
-_TRACED = Kept(256)
-
-
-def _list_of(lookup: Lookup) -> Key | None:
-    """The key of the list with a number for each sequence or document that is looked up, if it is one."""
-    table = lookup.table
-    if isinstance(table, DocumentTable) and table.rule in COVERING:
-        table = table.source
-    elif any(index.symbols & {"q", "kv"} for index in lookup.indices):
-        return None  # with data along the tokens a graph may evaluate each cell
-    table = table.source if isinstance(table, Ranged) else table
-    return table.key if isinstance(table, Literal) else None
 
 
 def _by_label(node: Node) -> Node | None:

@@ -185,8 +185,6 @@ class Node(Derived):
                         node._put(name, getattr(node, f"_make_{name}")())
             elif name == "memo":
                 self._put("memo", {})
-            elif name == "lifted":
-                self._put("lifted", self._make_lifted())
             elif (name == "below" or name in _reader(type(self))[0]) and _has(self, "_form"):
                 self._fill()
             else:
@@ -280,7 +278,8 @@ class Node(Derived):
     def _make_digest(self) -> str:
         content = [type(self).__name__, *map(_content, self._values())]
         digest = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
-        FORMS.setdefault(digest, self)
+        if (first := FORMS.setdefault(digest, self)) is not self:
+            self.memo["first"] = first  # which is found by the digest as long as this one is
         return digest
 
     #: NumPy leaves operators with a node to the node, instead of taking an array apart.

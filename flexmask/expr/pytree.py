@@ -1,5 +1,7 @@
 """Masks as pytrees of their tensors, as ``torch.utils._pytree``, ``torch.export`` and ``torch.func`` see them.
 
+So are the masks that traced code makes, before a graph is made: torch reads which types are pytrees when it begins.
+
 It is imported with the expressions where torch is loaded, else with what lowers them or where the first tensor comes into a mask.
 """
 
@@ -38,5 +40,5 @@ for _kind in (And, Compare, Named, Not, Or, PerHead, Truth, Xor):
         serialized_type_name=f"flexmask.{_kind.__name__}",
         flatten_with_keys_fn=_flatten_with_keys,
     )
-for _deferred in KINDS:  # before a graph is made: torch reads which types are pytrees when it begins
+for _deferred in KINDS:
     register_pytree_node(_deferred, _deferred.flatten, _deferred.unflatten, serialized_type_name=f"flexmask.{_deferred.__name__}")

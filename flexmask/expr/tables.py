@@ -175,7 +175,7 @@ class TensorTable(Table):
         name: what it is called in texts and messages: the user's name for it, the parameter that it is the value of, or the
             variable of a traced function.
         is_argument: whether it is an argument of an opaque call, as it is and of any dtype; otherwise it is looked up.
-        is_list: whether it was a list, which is moved to the device of a lowering.
+        is_list: whether it was a list of the mask, whose device does not count: it is copied to that of a lowering.
     """
 
     tensor: Tensor

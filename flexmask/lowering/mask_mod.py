@@ -153,9 +153,8 @@ def _read(rows: Rows, interval: tuple[End, End], count: int, q_len: int | None) 
         for ends in (starts, stops):
             ends.append(ReadEnd(torch.full_like(ends[0].tensor, rows.kv_len), ends[0].axes))
     found: list[tuple[Ends, Ends]] = [((start,), (stop,)) for start, stop in zip(starts, stops, strict=True)]
-    start, stop = found[0]
-    found[0] = start if isinstance(low, str) else low, stop if isinstance(high, str) else high
-    return found
+    (start, stop), *others = found
+    return [(start if isinstance(low, str) else low, stop if isinstance(high, str) else high), *others]
 
 
 def _first_keys(rows: Rows, interval: tuple[End, End], q_len: int | None) -> tuple[Ends, Ends]:

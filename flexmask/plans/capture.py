@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_ca
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flexmask._transforms import are_ints
+from flexmask._transforms import are_ints, is_observed
 from flexmask.errors import FlexmaskError, LoweringError
 from flexmask.expr.deferred import in_graph
 from flexmask.expr.mask import And, Compare, Mask, operands_of
@@ -77,9 +77,9 @@ class Graph:
     Attributes:
         module: from an empty tensor ``[0, q_len, kv_len, q_blocks, kv_blocks]``, the tensors of the mask, those of its parameters
             in the order of their names, and ``q_offset`` where it is a tensor, to four sizes and the tensors of a LoweredMask.
-            Of a graph for one size of each input, without that empty tensor and the four sizes.
+            A graph for one size of each input takes no such empty tensor, and gives no sizes.
         layout: what :meth:`LoweredMask.unflatten` takes with its results.
-        shape: the four sizes, of a graph for one size of each input.
+        shape: the four sizes, of a graph for one size of each input; empty otherwise.
         compute: the module as it runs.
         serves: whether it is a graph for some sizes.
     """
@@ -93,7 +93,8 @@ class Graph:
     def run(self, setting: Setting, tensors: Sequence[Tensor]) -> LoweredMask:
         """The LoweredMask of some lengths and tensors, which have the dtypes and device that the graph was captured for."""
         lengths = [] if self.shape else [_with_shape(_lengths(setting))]
-        found = self.compute(*lengths, *[tensor.contiguous() for tensor in tensors])
+        run = self.module.forward if is_observed(*tensors) else self.compute
+        found = run(*lengths, *[tensor.contiguous() for tensor in tensors])
         return LoweredMask.unflatten((*self.shape, *found), self.layout)
 
 
@@ -327,6 +328,7 @@ def _traced(
 ) -> tuple[torch.fx.GraphModule, Any, tuple[int, ...], list[Any]]:
     """The module, the layout and the shape of a :class:`Graph` for shapes that may be symbols, and its example inputs."""
     layout, shape = None, ()
+    are_numbers = all(are_ints(*own) for own in shapes)
 
     def lowered(*inputs: Tensor) -> list[Any]:
         nonlocal layout, shape
@@ -337,7 +339,6 @@ def _traced(
             shape, found = tuple(found[:4]), found[4:]
         return found
 
-    are_numbers = all(are_ints(*shape) for shape in shapes)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     cache = nullcontext() if are_numbers else disable_fake_tensor_cache(mode)  # whose keys take half of the time with symbols
     with _CAPTURING, mode, cache, _use_lazy_graph_module(True):  # writes code for the graph that runs, for no other

@@ -17,7 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from flexmask import _sync
-from flexmask._transforms import is_observed
 
 
 class Replay:
@@ -29,7 +28,7 @@ class Replay:
     """
 
     def __init__(self, module: GraphModule, *, steps: bool) -> None:
-        self._module, self._whole = module, _with_torch_functions(module)
+        self._whole = _with_torch_functions(module)
         parts = _split(module) if steps else None
         self._parts = parts and [_with_torch_functions(part) for part in parts]
         # What is computed from the data alone. Results may be views of the tensors that the stamp keeps.
@@ -37,8 +36,6 @@ class Replay:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The results of the graph. Those of two calls share no memory."""
-        if is_observed(*tensors):
-            return self._module.forward(*tensors)
         if self._parts is None or not all(map(_sync.has_stamp, tensors)) or _is_recorded(tensors[-1]):
             return self._whole.forward(*tensors)
         before_steps, step = self._parts

@@ -113,17 +113,25 @@ def by_gradient(call: Call, name: str, hidden: Tensor) -> Tensor:
 
 
 def by_change(call: Call, name: str, hidden: Tensor) -> Tensor:
-    """By how much changes of hidden positions change the output, ``float64[B, q_len, length]``; arguments as for gradients."""
-    changes = torch.zeros(hidden.shape, dtype=torch.float64, device=hidden.device)
+    """The hidden positions whose change changes the output, ``bool[B, q_len, length]``; arguments as for gradients."""
+    leaks = torch.zeros_like(hidden)
     value, other = call.inputs[name], call.changed(name)
     with torch.no_grad():
         out = call()
         for place in hidden.any(1).any(0).nonzero().flatten().tolist():
             changed = value.clone()
             changed[:, place] = other[:, place]
-            change = (call(**{name: changed}).double() - out.double()).abs().amax(-1)
-            changes[:, :, place] = torch.where(hidden[:, :, place], change, 0)
-    return changes
+            leaks[:, :, place] = (call(**{name: changed}) != out).any(-1) & hidden[:, :, place]
+    return leaks
+
+
+def size_of_change(call: Call, name: str, place: int, leaks: Tensor) -> float:
+    """By how much a change of one position changes the output of the queries ``bool[B, q_len]`` at most."""
+    changed = call.inputs[name].clone()
+    changed[:, place] = call.changed(name)[:, place]
+    with torch.no_grad():
+        outs = [out[leaks].to(torch.complex128) for out in (call(**{name: changed}), call())]
+    return float((outs[0] - outs[1]).abs().max())
 
 
 def depends(call: Call, name: str, pairs: Tensor) -> bool:

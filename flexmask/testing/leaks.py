@@ -23,6 +23,7 @@ from flexmask.testing.influence import (
     depends,
     missing_arguments,
     mixed_sequences,
+    size_of_change,
     visible_pairs,
 )
 from flexmask.testing.settings import check_size, picture_around
@@ -188,8 +189,7 @@ def _check(call: Call, rule: _Rule) -> None:
         raise LoweringError(f"x and context must have one batch, got {batch} and {call.inputs[rule.name].shape[0]} sequences")
     check_size((batch, q_len, length), REMEDY)
     hidden = ~rule.allowed(call)
-    changes = by_change(call, rule.name, hidden)
-    found = {"by gradient": by_gradient(call, rule.name, hidden), "by change": changes != 0}
+    found = {"by gradient": by_gradient(call, rule.name, hidden), "by change": by_change(call, rule.name, hidden)}
     leaks = found["by gradient"] | found["by change"]
     if not leaks.any():
         others = ~hidden if rule.name == "context" else ~hidden & ~torch.eye(length, dtype=torch.bool, device=hidden.device)
@@ -203,13 +203,14 @@ def _check(call: Call, rule: _Rule) -> None:
     b, q, kv = leaks.nonzero()[0].tolist()
     ways = ", ".join(f"{int(part.sum()):,} {way}" for way, part in found.items() if part.any())
     what = "key" if rule.name == "context" or rule.layers * len(rule.masks) == 1 else "position"
+    size = size_of_change(call, rule.name, kv, leaks[:, :, kv])
     marks = torch.where(leaks[b], 2, (~hidden[b]).int())
     legend = f"batch {b}: # may be seen   . hidden   ! leaks"
     picture = picture_around((q, kv), (q_len, length), lambda rows, columns: marks[rows, columns], ".#!", legend)
     raise AssertionError(
         f"{int(leaks.sum()):,} of {leaks.numel():,} pairs leak ({ways}): in batch {b} the output of query {q} depends on "
         f"{what} {kv} of {rule.name}{_hiding_terms(call, rule, b, q, kv)}{_enough_layers(call, rule, leaks)}\n"
-        f"Changes of hidden positions change outputs by at most {float(changes.max()):.1e}.\n\n{picture}"
+        f"Where it leaks, a change of {what} {kv} changes the output by at most {size:.1e}.\n\n{picture}"
         + (f"\n\n{call.note}" if call.note else "")
     )
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flexmask as fm
 from flexmask import Mask, attention, kv, q
@@ -223,7 +224,7 @@ OF_LISTS: dict[str, tuple[Callable[[list[int]], Mask], Callable[[list[int]], Ten
 
 @pytest.fixture
 def new_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmask.expr.mask._TRACED", form.Kept(99))
+    monkeypatch.setattr("flexmask.expr.lists.TRACED", form.Kept(99))
     torch._dynamo.reset()
 
 
@@ -264,6 +265,53 @@ def test_lists_along_the_tokens_are_a_part_of_the_graph() -> None:
         lengths = [first, LENGTH - first]
         torch.testing.assert_close(compiled(fm.document(_ids(lengths).tolist())), dense(_same(lengths)))
     assert counter.frame_count == 3
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        kv * fm.table([1, 2])[fm.h] <= q * 3,
+        fm.minimum(kv, fm.table([7, 9])[fm.h]) < q // 2,
+        (kv + fm.table([3, 5])[fm.b]) % 64 < 32,
+    ],
+    ids=str,
+)
+def test_lists_whose_numbers_a_mask_is_solved_with_are_no_data(mask: Mask) -> None:
+    assert mask.lifted is None
+
+
+def test_lists_are_no_data_where_tensors_have_no_values() -> None:
+    mask = fm.document(lengths=[3, 21])
+    with FakeTensorMode():
+        assert not hasattr(mask, "lifted")
+    torch.func.vmap(lambda x: x * hasattr(mask, "lifted"))(torch.ones(2))
+    assert type(mask.lifted.tensors[0]) is Tensor
+
+
+def test_export_of_masks_with_lists() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, mask: Mask) -> None:
+            super().__init__()
+            self.mask = mask
+
+        def forward(self, x: Tensor) -> Tensor:
+            return attention(x, x, x, self.mask)
+
+    for first in (3, 5):
+        layer = Layer(fm.document(lengths=[first, LENGTH - first]))
+        for _ in range(2):
+            exported = torch.export.export(layer, (X,), strict=False)
+            torch.testing.assert_close(exported.module()(X), dense(_same([first, LENGTH - first])))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_to_compiled_code")
+def test_a_mask_with_a_list_outlives_one_that_is_equal() -> None:
+    first, second = fm.key_padding([3, 8]), fm.key_padding([3, 8])
+    del first
+    gc.collect()
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(X, X, X, second), dense(keys(torch.tensor([3, 8]))))
 
 
 def test_lists_as_data_are_moved_to_the_device() -> None:

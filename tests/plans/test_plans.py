@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -362,6 +362,16 @@ def test_no_function_is_kept_that_serves_there_alone(lowered: LoweredMask) -> No
 
     torch.func.grad(transform)(torch.tensor(1.0))
     assert lowered.triton_block_mask.mask_mod not in (fake, *transformed)
+
+
+@pytest.mark.slow
+def test_a_compiled_plan_of_tensors_without_values() -> None:
+    plan, lengths = fm.plan("causal & key_padding(n)", 24, device="cpu", compile=True), torch.tensor([20])
+    wanted = plan(n=lengths)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = plan(n=mode.from_tensor(lengths))
+    assert isinstance(found.bounds, FakeTensor)
+    assert found.bounds.shape == wanted.bounds.shape
 
 
 def test_a_plan_is_printed_as_it_is_made() -> None:

@@ -410,7 +410,7 @@ def test_picture_of_leaks() -> None:
     assert message.startswith(
         "3 of 16 pairs leak (3 by gradient, 3 by change): in batch 0 the output of query 0 depends on key 1"
     )
-    assert re.search(r"\nChanges of hidden positions change outputs by at most \d\.\de[+-]\d+\.\n\n", message)
+    assert re.search(r"\nWhere it leaks, a change of key 1 changes the output by at most \d\.\de[+-]\d+\.\n\n", message)
     assert message.split("\n\n")[1:] == [
         "q\\kv 0 1 2 3\n   0 # ! . .\n   1 # # ! .\n   2 # # # !\n   3 # # # #",
         "batch 0: # may be seen   . hidden   ! leaks",
