@@ -11,6 +11,7 @@ import torch
 import transformers
 from flexmask_transformers.forwards import observe_tree
 from hf_models import ENCODER, TEXT, VISION, gradients, make_pair, pair, tokens
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from test_hf_masks import positions
 from test_hf_models import CLOSE
 from torch import Tensor
@@ -171,7 +172,10 @@ def test_documents_of_an_encoder_and_a_decoder_by_other_arguments(name: str, arg
 def test_documents_of_an_encoder_and_a_decoder_in_one_model() -> None:
     """It gives its decoder the arguments that start with decoder_, without that."""
     encoder, decoder = (transformers.BertConfig(**ENCODER, is_decoder=own, add_cross_attention=own) for own in (False, True))
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    try:
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    except StrictDataclassFieldValidationError:
+        pytest.skip("this transformers, as 5.4.0, makes no config of two models")
     _, ours = make_pair(transformers.EncoderDecoderModel, lambda: copy.deepcopy(config))
     rows = {"input_ids": tokens(1), "decoder_input_ids": tokens(1), "use_cache": False}
     packing = {"cu_seq_lens_q": torch.tensor([0, 5, 12])}
