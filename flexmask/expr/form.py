@@ -135,9 +135,9 @@ class Derived:
     """
 
     __slots__ = (
-        *("__weakref__", "_form", "below", "depth", "digest", "held", "is_kept", "key", "lifted", "memo", "params", "slots"),
-        "symbols",
-    )
+        "__weakref__", "_form", "below", "depth", "digest", "held", "is_kept", "key", "lifted",
+        "memo", "params", "slots", "symbols",
+    )  # fmt: skip
 
     _form: Node | None
     below: tuple[Node, ...]

@@ -463,14 +463,9 @@ def _varying(values: Any) -> list[bool]:
 def _innermost(join: Callable[[Any, Any], Any], ends: list[Any], of_rows: list[Tensor], kv_len: int, default: int) -> Any:
     """The greatest start or the least stop of some spans and rows, as a 32-bit position or a number."""
     # Small tensors first: the length of each sequence is compared with the bounds of documents, not with those of each query.
-    of_spans = [_clamped(reduce(join, sorted(ends, key=_varying)), kv_len)] if ends else []
+    of_spans = [clamped(reduce(join, sorted(ends, key=_varying)), 0, kv_len)] if ends else []
+    of_spans = [end.to(torch.int32) if isinstance(end, Tensor) else end for end in of_spans]
     return reduce(join, of_spans + of_rows) if of_spans or of_rows else default
-
-
-def _clamped(end: Any, kv_len: int) -> Any:
-    """An end of spans as a 32-bit position, or as a number where all have the same."""
-    kept = clamped(end, 0, kv_len)
-    return kept.to(torch.int32) if isinstance(kept, Tensor) else kept
 
 
 def _table_of(column: Index) -> Table | Param | None:
