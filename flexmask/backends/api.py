@@ -14,11 +14,19 @@ from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
 from flexmask._checks import check_flag, check_plain, checked_number, kind_of, names_explained, nearest
 from flexmask._transforms import autocast, without_autocast
-from flexmask.backends.backend import Call, check_backend, check_sizes, ordered_backends, register_backend, select
+from flexmask.backends.backend import (
+    Call,
+    check_backend,
+    check_sizes,
+    entered_parallel,
+    ordered_backends,
+    refuse_in_parallel,
+    register_backend,
+    select,
+)
 from flexmask.backends.dropout import check_dropout
 from flexmask.backends.flash import FLASH
 from flexmask.backends.flex import FLEX
-from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
 from flexmask.backends.problem import precise_dtype
 from flexmask.backends.tiled_sdpa import TILED_SDPA
 from flexmask.backends.varlen import VARLEN
@@ -29,7 +37,7 @@ from flexmask.plans.api import Plan
 from flexmask.plans.lowered import LoweredMask, outside_inference_mode
 from flexmask.scores.placed import PlacedScore, placed_score
 from flexmask.scores.score import ScoreLike
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 #: The remedy for tensors with the axes in another order.
 SWAPPED_AXES_HINT = "as [B, length, H, D]: if they are that, take tensor.transpose(1, 2)"

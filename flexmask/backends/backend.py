@@ -1,10 +1,13 @@
-"""What a backend of attention is, the call that it runs, and the backends that are registered."""
+"""What a backend of attention is, the call that it runs, and the backends that are registered.
+
+Where each process computes a part, :func:`flexmask.attention` calls something in place of a backend.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -225,3 +228,41 @@ def check_sizes(mask: LoweredMask | BlockMask, query: Tensor, key: Tensor, q_off
     device = mask.device if isinstance(mask, LoweredMask) else mask.kv_indices.device
     if device != query.device:
         raise LoweringError(f"the {name} is on {device}, the query on {query.device}; {move_remedy(device, query.device)}")
+
+
+#: Computes a call in this process.
+Run: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
+
+
+# ---------------------------------------------------------------- attention of which each process computes a part
+
+
+class Parallel(Protocol):
+    """What :class:`flexmask.distributed.ContextParallel` is for the layers below it."""
+
+    @property
+    def positions(self) -> Tensor:
+        """The positions of the tokens of this process in the whole sequence, ``int64[n]``."""
+        ...
+
+    def attend(self, call: Call, run: Run) -> tuple[Tensor, Tensor | None]:
+        """The output and the logsumexp of a call whose query, key and value have the tokens of this process alone."""
+        ...
+
+
+#: What was entered, the innermost last. It is not local to a thread: autograd repeats checkpointed layers in threads of its own.
+#: ``torch.compile`` guards on a list, and traces no context variable.
+ENTERED: list[Parallel] = []
+
+
+def entered_parallel() -> Parallel | None:
+    """The innermost that was entered, or None."""
+    return ENTERED[-1] if ENTERED else None
+
+
+def refuse_in_parallel(what: str, instead: str = "") -> None:
+    """Raises a LoweringError if one was entered, for what has no meaning there."""
+    if ENTERED:
+        raise LoweringError(
+            f"{what} cannot be used inside `with ContextParallel(...)`, where a process has a part of the tokens{instead}"
+        )

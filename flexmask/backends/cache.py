@@ -16,7 +16,7 @@ from flexmask import _sync
 from flexmask._checks import check_plain, checked_int
 from flexmask.errors import ExpressionError
 from flexmask.expr.mask import Mask
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 T = TypeVar("T")
 

@@ -18,8 +18,15 @@ from flexmask._sync import needs_sync
 from flexmask._transforms import is_forward_mode, is_observed, is_transformed
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.score_mods import Unchanged
-from flexmask.backends.tile_passes import backward, empty_logsumexp, empty_output, forward
-from flexmask.backends.tile_weights import gradients, has_nonfinite, second_gradients
+from flexmask.backends.tile_passes import (
+    backward,
+    empty_logsumexp,
+    empty_output,
+    forward,
+    gradients,
+    has_nonfinite,
+    second_gradients,
+)
 from flexmask.lowering.mask_mod import MaskMod
 
 #: The values of a Problem as arguments of an operator.

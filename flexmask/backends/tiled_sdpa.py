@@ -20,8 +20,7 @@ from flexmask.backends.cache import shared
 from flexmask.backends.operators import FusedWithTiles, attend_tiles
 from flexmask.backends.problem import Problem, precise_dtype
 from flexmask.backends.tile import Cells
-from flexmask.backends.tile_passes import FUSED_SCORES
-from flexmask.backends.tile_weights import differentiable_attention, has_nonfinite
+from flexmask.backends.tile_passes import FUSED_SCORES, differentiable_attention, has_nonfinite
 from flexmask.backends.tiling import may_be_dense
 from flexmask.expr.mask import ALL_CELLS, Mask
 from flexmask.intervals.bands import Fused, fused_kind

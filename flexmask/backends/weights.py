@@ -9,13 +9,13 @@ from torch import Tensor
 
 from flexmask._checks import check_plain, checked_number, kind_of
 from flexmask._transforms import autocast, without_autocast
-from flexmask.backends.parallel import refuse_in_parallel
+from flexmask.backends.backend import refuse_in_parallel
 from flexmask.backends.problem import precise_dtype
 from flexmask.backends.score_mods import over_indices
 from flexmask.errors import LoweringError, OperandError
 from flexmask.scores.placed import PlacedScore, placed_score
 from flexmask.scores.score import ScoreLike
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 #: The most bytes of the weights. A few tensors of this size exist at a time.
 MAX_BYTES = 4 * 2**30

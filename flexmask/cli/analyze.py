@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexmask._checks import lengths_text
-from flexmask.cli import inputs, values
-from flexmask.cli.inputs import LoweringOptions
+from flexmask.cli import inputs
+from flexmask.cli.inputs import Count, LoweringOptions, complete_expression, resolve_reference
 from flexmask.cli.output import Cell, Row, UserError, block_progress, brief, echo, print_json, print_table, spinner
-from flexmask.cli.values import Count, complete_expression, resolve_reference
 from flexmask.expr.mask import Mask
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 @inputs.lowering_options
 @inputs.block_size_option("128")
 @click.option(
-    "--cell", type=values.place, metavar="Q,KV|B,H,Q,KV", help="Also say which terms of the mask hide this cell, or show it."
+    "--cell", type=inputs.place, metavar="Q,KV|B,H,Q,KV", help="Also say which terms of the mask hide this cell, or show it."
 )
 @click.option("--kernel", is_flag=True, help="Also say what the kernels of attention do with the mask.")
 @inputs.json_option("the attributes of flexmask.explain(), with all statistics under stats")
@@ -218,8 +217,8 @@ def _rows(found: Difference, masks: list[Mask], lowering: dict[str, Any]) -> lis
     "--backend",
     "backends",
     multiple=True,
-    type=values.backend,
-    shell_complete=values.complete_backend,
+    type=inputs.backend,
+    shell_complete=inputs.complete_backend,
     help="Backend of attention to check, repeatable. [default: those with gradients: sdpa, on CUDA also flex]",
 )
 @inputs.json_option("agrees, the mask, against or null, and the findings, each with name, wrong, text and picture")

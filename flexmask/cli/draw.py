@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from flexmask._checks import lengths_text
-from flexmask.cli import inputs, values
-from flexmask.cli.inputs import LengthOptions
+from flexmask.cli import inputs
+from flexmask.cli.inputs import Count, LengthOptions, index_list
 from flexmask.cli.output import UserError, spinner, to_stderr
-from flexmask.cli.values import Count, index_list
 
 if TYPE_CHECKING:
     from flexmask.gallery.source import Entry
@@ -35,7 +34,7 @@ LEAST_WIDTH = 16
 @click.option("--head", type=index_list, metavar="I|I,J|all", help="Which heads are drawn. [default: 0]")
 @click.option(
     "--block-size",
-    type=values.block_size,
+    type=inputs.block_size,
     metavar="N|Q,KV",
     help="Also draw the blocks that a kernel skips, computes or masks, e.g. 128.",
 )
@@ -47,11 +46,11 @@ LEAST_WIDTH = 16
 )
 @click.option(
     "--tokens",
-    type=values.token_text,
+    type=inputs.token_text,
     metavar="TEXT",
     help="Labels of the axes: a text of words, a JSON list, or @FILE with either.",
 )
-@click.option("--kv-tokens", type=values.token_text, metavar="TEXT", help="Labels of the keys, if they differ.")
+@click.option("--kv-tokens", type=inputs.token_text, metavar="TEXT", help="Labels of the keys, if they differ.")
 @click.option("--no-bands", is_flag=True, help="Do not draw documents, prefix trees and padding along the edges.")
 @click.option("--title", metavar="TEXT", help="A title instead of the mask's text.")
 @click.option("--no-legend", is_flag=True, help="Leave out the notes and the meaning of the colors or signs.")

@@ -22,8 +22,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 import flexmask
+from flexmask.cli.inputs import known_names
 from flexmask.cli.output import UserError, echo, message_of
-from flexmask.cli.values import known_names
 from flexmask.errors import FlexmaskError, PluginWarning
 from flexmask.expr.names import NAMES
 

@@ -13,9 +13,8 @@ import click
 
 from flexmask import registry
 from flexmask._checks import closest, nearest, signature_of
-from flexmask.cli.inputs import json_option
+from flexmask.cli.inputs import complete_name, json_option
 from flexmask.cli.output import Cell, Row, UserError, echo, print_json, print_table, to_stderr
-from flexmask.cli.values import complete_name
 from flexmask.expr.names import NAMES
 
 #: A reference as documentation has it, such as :func:`flexmask.causal`.

@@ -16,10 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask import _sync
 from flexmask._checks import checked_int, kind_of, lengths_text, nearest
 from flexmask._transforms import is_observed
-from flexmask.backends.backend import Call, check_sizes
-from flexmask.backends.parallel import ENTERED, Run
-from flexmask.distributed.agreement import check_agreement, device_of, group_of
-from flexmask.distributed.exchange import HeadExchange, TokenExchange
+from flexmask.backends.backend import ENTERED, Call, Run, check_sizes
+from flexmask.distributed.exchange import HeadExchange, TokenExchange, check_agreement, device_of, group_of
 from flexmask.distributed.query_units import KeyLists
 from flexmask.distributed.rank_mask import Declared, find_declared, known, mask_of_heads, mask_of_queries, text_of
 from flexmask.distributed.sharding import Balance, Masks, Sharding, layers_of, shard_sequence
@@ -30,7 +28,7 @@ from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.lowering.block_mask import block_sizes
 from flexmask.scores.score import ScoreMod
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 #: What the ranks exchange: see :class:`ContextParallel`.
 Strategy: TypeAlias = Literal["keys", "heads"]

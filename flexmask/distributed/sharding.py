@@ -24,7 +24,7 @@ from flexmask.intervals.bind import bind
 from flexmask.intervals.context import MAX_LENGTH, Context
 from flexmask.intervals.sizes import own_sizes
 from flexmask.lowering.block_mask import block_sizes
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 #: How the tokens of a sequence are distributed: see :func:`shard_sequence`.
 Balance: TypeAlias = Literal["work", "head_tail", "contiguous"]

@@ -50,7 +50,7 @@ class Mask(MaskMethods):
                 )
                 raise AttributeError(message, name=name, obj=self)
             if name == "lifted":
-                from flexmask.expr.lists import lifted
+                from flexmask.expr.deferred import lifted
 
                 self._put("lifted", lifted(self))
                 return self.lifted
@@ -135,7 +135,7 @@ class Mask(MaskMethods):
         Then :attr:`lifted` makes them inputs of the graph. Else they are constants of it, as those of a mask that stays the same.
         The first call for a form remembers its numbers.
         """
-        from flexmask.expr.lists import have_changed
+        from flexmask.expr.deferred import have_changed
 
         return not self.form.is_kept and have_changed(self)
 

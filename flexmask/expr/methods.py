@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flexmask.plans.api import Plan
     from flexmask.report.compare import Difference
     from flexmask.report.stats import Stats
-    from flexmask.tracing.as_mask import MaskLike
+    from flexmask.tracing.trace import MaskLike
 
 #: For arguments of torch's create_block_mask, what to write.
 EQUIVALENTS = {
@@ -181,8 +181,7 @@ class MaskMethods(MaskPictures):
                 :func:`flexmask.lowering.align_documents`.
             compute_dq_write_order, dq_kv_order: see :func:`flexmask.create_block_mask`.
         """
-        from flexmask.lowering.block_mask import block_mask
-        from flexmask.lowering.write_order import add_write_order, check_write_order
+        from flexmask.lowering.block_mask import add_write_order, block_mask, check_write_order
 
         context = self._context(q_len, kv_len, batch, heads, q_offset, device)
         check_write_order(compute_dq_write_order, dq_kv_order)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flexmask.expr.mask import Mask
     from flexmask.plotting.annotations import ContentOptions, PictureOptions, Tokens
     from flexmask.plotting.sheet import Indices
-    from flexmask.tracing.as_mask import MaskLike
+    from flexmask.tracing.trace import MaskLike
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -239,7 +239,7 @@ class MaskPictures(Node):
         Raises:
             RenderError: as :meth:`plot_panels`.
         """
-        from flexmask.plotting.html.view import html
+        from flexmask.plotting.html import html
 
         options: ContentOptions = {"q_offset": q_offset, "block_size": block_size, "why": why, "against": against}
         options |= {"tokens": tokens, "kv_tokens": kv_tokens, "bands": bands, "max_pixels": max_pixels, "max_blocks": max_blocks}
@@ -307,6 +307,6 @@ class MaskPictures(Node):
 
     def _repr_html_(self) -> str:
         """The interactive view, as notebooks show it."""
-        from flexmask.plotting.html.view import notebook_html
+        from flexmask.plotting.html import notebook_html
 
         return notebook_html(cast("Mask", self))

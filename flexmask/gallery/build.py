@@ -18,7 +18,7 @@ from flexmask.gallery.rendered import RenderedEntry, command, python, render_ent
 from flexmask.gallery.source import Entry
 from flexmask.plotting.caption import visible_text
 from flexmask.plotting.categories import count_text
-from flexmask.plotting.html.view import document, inline_json, script, style, view_of, web
+from flexmask.plotting.html import document, inline_json, script, style, view_of, web
 from flexmask.plotting.mpl.drawing import rectangles_of
 from flexmask.plotting.mpl.plot import save
 from flexmask.plotting.raster import EMPTY, FULL, PARTIAL, Picture

@@ -14,7 +14,7 @@ from typing import Any
 import flexmask
 from flexmask.errors import FlexmaskError, RenderError
 from flexmask.gallery.source import Entry
-from flexmask.plotting.html.view import block_size_for
+from flexmask.plotting.html import block_size_for
 from flexmask.plotting.sheet import Sheet, panel_sheet
 from flexmask.registry import names
 from flexmask.report.stats import Stats

@@ -1,11 +1,17 @@
-"""The BlockMask lowering: which blocks FlexAttention's kernels compute with ``mask_mod``, and which without it."""
+"""The BlockMask lowering: which blocks FlexAttention's kernels compute with ``mask_mod``, and which without it.
+
+For the deterministic backward pass also the order in which key blocks add to the gradient of a query block.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import register_pytree_node
 
@@ -13,13 +19,13 @@ from flexmask import _sync
 from flexmask._checks import check_flag, checked_int
 from flexmask.blocks.classify import S, Strategy, classify, decide_open
 from flexmask.blocks.grid import BlockGrid
+from flexmask.blocks.layout import rank_in_row
 from flexmask.blocks.sparse import BlockSets
 from flexmask.errors import LoweringError, OperandError
 from flexmask.intervals.bounds import RowBounds, analyze
 from flexmask.intervals.context import MAX_LENGTH, Context
-from flexmask.lowering.block_lists import BlockList, grid_lists, interval_lists, no_lists, run_lists
+from flexmask.lowering.block_lists import BlockList, grid_lists, interval_lists, most_above, no_lists, pack, run_lists
 from flexmask.lowering.mask_mod import Form, MaskMod, mask_mod
-from flexmask.lowering.write_order import add_write_order
 
 #: Before 2.14 ``BlockMask._adjust``, which torch's own error message recommends, also reads the indices beyond ``num_blocks``,
 #: which torch's documentation calls undefined.
@@ -180,3 +186,76 @@ def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
         raise OperandError(f"block_size must be {wanted}, got {block_size!r}")
     q_size, kv_size = (checked_int(size, "block_size", 1, MAX_LENGTH, LoweringError, wanted) for size in pair)
     return q_size, kv_size
+
+
+# ---------------------------------------------------------------- the deterministic backward pass
+
+
+def check_write_order(is_asked: bool, dq_kv_order: object) -> None:
+    """Checks the arguments of :func:`flexmask.create_block_mask` for an order.
+
+    Raises:
+        OperandError: one of them is no truth value.
+        LoweringError: an order is asked for, and the BlockMask of this torch does not hold one.
+    """
+    check_flag(is_asked, "compute_dq_write_order")
+    check_flag(dq_kv_order, "dq_kv_order")
+    if is_asked and "compute_dq_write_order" not in inspect.signature(flex_attention.create_block_mask).parameters:
+        raise LoweringError(
+            f"compute_dq_write_order=True needs a BlockMask that holds the order; that of torch {torch.__version__} does not: "
+            "install torch 2.13 or newer, or leave it out"
+        )
+
+
+def add_write_order(block_mask: BlockMask, *, descending: bool) -> None:
+    """Sets ``dq_write_order`` of a BlockMask, and ``dq_write_order_full`` where full blocks have lists of their own.
+
+    For each query block in a list of a key block it is the rank of the key block among those of the query block, ``int32`` in
+    the shape of ``q_indices``; 0 beyond ``num_blocks``. Takes time that follows the number of listed blocks, and a host sync on
+    a GPU to count them.
+
+    Args:
+        block_mask: the BlockMask, with ``q_num_blocks`` and ``q_indices``.
+        descending: whether the last key block comes first.
+    """
+    lists: Any = [(block_mask.q_num_blocks, block_mask.q_indices), (block_mask.full_q_num_blocks, block_mask.full_q_indices)]
+    lists = [(number, indices) for number, indices in lists if number is not None]
+    heads = lists[0][0].shape[1]
+    if all(number.stride(1) == 0 for number, _ in lists):  # heads that share their lists share the order
+        lists = [(number[:, :1], indices[:, :1]) for number, indices in lists]
+    orders = [order.expand(-1, heads, -1, -1) for order in _write_orders(lists, descending)]
+    block_mask.__dict__.update(
+        dq_write_order=orders[0], dq_write_order_full=orders[1] if len(orders) > 1 else None, dq_kv_order_spt=descending
+    )
+
+
+def _write_orders(lists: list[BlockList], descending: bool) -> list[Tensor]:
+    """The ranks in each list."""
+    kv_blocks, q_blocks = lists[0][1].shape[-2:]
+    members = [_members(*block_list) for block_list in lists]
+    kv_row, _, q_column = (torch.cat(parts) for parts in zip(*members, strict=True))
+    q_row = kv_row // kv_blocks * q_blocks + q_column
+    order = (q_row * kv_blocks + kv_row % kv_blocks).argsort()
+    count = torch.bincount(q_row, minlength=lists[0][0].shape[:-1].numel() * q_blocks)
+    rank = torch.empty_like(q_row)
+    rank[order] = rank_in_row(q_row[order], count)
+    if descending:
+        rank = count[q_row] - 1 - rank
+    sizes = [row.numel() for row, _, _ in members]
+    parts = zip(lists, members, rank.to(torch.int32).split(sizes), strict=True)
+    return [
+        pack(values, row, place, indices.shape, _pitch(number, indices)) for (number, indices), (row, place, _), values in parts
+    ]
+
+
+def _members(number: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The members of a list in order: the row, the rank in the row, and the member."""
+    count = number.flatten().long()
+    row = torch.repeat_interleave(count, output_size=int(count.sum()))
+    rank = rank_in_row(row, count)
+    return row, rank, indices[(*torch.unravel_index(row, number.shape), rank)].long()
+
+
+def _pitch(number: Tensor, indices: Tensor) -> int:
+    """The distance of rows in storage for values of a list: packed where the list is."""
+    return indices.shape[-1] if indices.is_contiguous() else most_above(number)

@@ -16,7 +16,7 @@ from flexmask.nn.convert import EQUIVALENTS
 from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.api import Plan
 from flexmask.plans.lowered import LoweredMask
-from flexmask.tracing.as_mask import as_mask
+from flexmask.tracing.trace import as_mask
 
 if TYPE_CHECKING:
     from flexmask.nn.multihead import MultiheadFlexAttention

@@ -25,7 +25,7 @@ from flexmask.plans.capture import lower_in_graph
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import PlacedScore
 from flexmask.scores.score import Score, ScoreMod
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 #: What a cache takes where a Mask is taken.
 ALSO = "a LoweredMask, a BlockMask, None"

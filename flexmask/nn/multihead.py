@@ -14,9 +14,8 @@ from flexmask import _sync
 from flexmask._checks import check_function, check_plain, checked_int, checked_number, kind_of, names_explained, not_plain_reason
 from flexmask._transforms import autocast_dtype
 from flexmask.backends.api import attend, check_kernel_options, checked_call
-from flexmask.backends.backend import Call, check_backend
+from flexmask.backends.backend import Call, check_backend, entered_parallel, refuse_in_parallel
 from flexmask.backends.dropout import check_dropout
-from flexmask.backends.parallel import entered_parallel, refuse_in_parallel
 from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
@@ -26,7 +25,7 @@ from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import placed_score
 from flexmask.scores.score import Score, ScoreLike, ScoreMod, as_score_mod
-from flexmask.tracing.as_mask import MaskLike
+from flexmask.tracing.trace import MaskLike
 
 #: Rotates queries or keys ``[B, H, length, d_head]`` by their positions, ``int[length]`` or ``int[B, length]``.
 Rope: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -22,7 +22,7 @@ from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.mask_mod import MaskMod
 from flexmask.plans.capture import Setting, run_graph
 from flexmask.plans.lowered import LoweredMask
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 
 class Plan:

@@ -24,7 +24,7 @@ from flexmask.expr.tables import Lookup, Param, Ranged, Slot, Table
 from flexmask.intervals.context import Context
 from flexmask.intervals.evaluation import Evaluation
 from flexmask.report.lengths import resolve_lengths
-from flexmask.tracing.as_mask import MaskLike
+from flexmask.tracing.trace import MaskLike
 
 if TYPE_CHECKING:
     from flexmask.distributed.sharding import Sharding

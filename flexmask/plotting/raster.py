@@ -18,7 +18,7 @@ from flexmask.plotting.caption import shortened
 from flexmask.plotting.categories import Category, difference, reasons, visibility
 from flexmask.plotting.categories import shards as by_shard
 from flexmask.plotting.density import MaskSlice, Selection, cells_in, select
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 if TYPE_CHECKING:
     from flexmask.distributed.sharding import Sharding

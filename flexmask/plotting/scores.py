@@ -20,7 +20,7 @@ from flexmask.plotting.caption import shortened
 from flexmask.plotting.density import cells_in, summed
 from flexmask.plotting.raster import Picture, Scores, rasterize
 from flexmask.plotting.sheet import Indices, Sheet, arrange, panel_indices
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 
 def score_picture(

@@ -18,7 +18,7 @@ from flexmask.plotting.categories import MAX_TERMS, Category
 from flexmask.plotting.density import select
 from flexmask.plotting.raster import Picture, rasterize
 from flexmask.report.terms import terms
-from flexmask.tracing.as_mask import as_mask
+from flexmask.tracing.trace import as_mask
 
 #: The sequences or heads to draw: an index, a list, all, or the first few.
 Indices: TypeAlias = int | Sequence[int] | Literal["all", "some"]
@@ -138,7 +138,7 @@ def save(mask: Mask, path: str | Path, frame: FrameOptions, **options: Any) -> N
     suffix = picture_suffix(path)
     check_frame(frame.get("title"), frame.get("width"))
     if suffix == ".html":
-        from flexmask.plotting.html.view import html
+        from flexmask.plotting.html import html
 
         if options.pop("terms", False):
             raise RenderError("the interactive view shows the terms itself; leave out terms=")

@@ -22,7 +22,7 @@ from flexmask.intervals.closures import mask_closure
 from flexmask.intervals.context import Context
 from flexmask.intervals.rows import Rows
 from flexmask.report.stats import row_counts
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 #: Queries and keys in a block in which cells are evaluated.
 SIZE = 128

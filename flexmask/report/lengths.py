@@ -13,7 +13,7 @@ from flexmask.expr.mask import SWAPPED, And, Compare, Mask, Named, Or, PerHead, 
 from flexmask.expr.packing import DocumentTable
 from flexmask.expr.tables import Literal, Lookup, Ranged, Table, TensorTable
 from flexmask.intervals.extent import Extent, value_range
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 #: The length where neither the caller nor the mask determines it.
 DEFAULT_LENGTH = 16

@@ -22,7 +22,7 @@ from flexmask.lowering.block_mask import block_sizes
 from flexmask.lowering.dense import cell_evaluator
 from flexmask.lowering.mask_mod import Form, has_interval_form
 from flexmask.testing.settings import Finding, Reference, Setting, compare_cells, make_setting, picture_around, reference_cells
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 

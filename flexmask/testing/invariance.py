@@ -16,7 +16,7 @@ from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.lowering.align import AlignedDocuments, align_documents
 from flexmask.testing.influence import TWO_OUTPUTS, other_parameters, output_of
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 #: Parameters of a function under test.
 GIVEN = ("mask", "documents")

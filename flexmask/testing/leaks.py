@@ -27,7 +27,7 @@ from flexmask.testing.influence import (
     visible_pairs,
 )
 from flexmask.testing.settings import check_size, picture_around
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 REMEDY = "check fewer or shorter sequences"
 #: The most layers that a message proposes.

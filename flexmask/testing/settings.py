@@ -20,7 +20,7 @@ from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint, describe_non_mask
 from flexmask.intervals.bind import bind
 from flexmask.lowering.mask_mod import MaskMod
-from flexmask.tracing.as_mask import MaskLike, as_mask
+from flexmask.tracing.trace import MaskLike, as_mask
 
 Reference: TypeAlias = MaskLike | Tensor
 

@@ -5,8 +5,7 @@ an expression are opaque calls. ``create_block_mask`` replaces torch's function 
 tables, for :meth:`flexmask.Mask.recognize`.
 """
 
-from flexmask.tracing.as_mask import MaskLike, as_mask
 from flexmask.tracing.create_block_mask import create_block_mask
-from flexmask.tracing.trace import from_mask_mod
+from flexmask.tracing.trace import MaskLike, as_mask, from_mask_mod
 
 __all__ = ["MaskLike", "as_mask", "create_block_mask", "from_mask_mod"]

@@ -14,11 +14,9 @@ from flexmask.catalogue import empty
 from flexmask.expr.mask import Mask
 from flexmask.intervals.bind import bind
 from flexmask.intervals.sizes import own_sizes
-from flexmask.lowering.block_mask import block_mask
+from flexmask.lowering.block_mask import add_write_order, block_mask, check_write_order
 from flexmask.lowering.mask_mod import Form, MaskMod
-from flexmask.lowering.write_order import add_write_order, check_write_order
-from flexmask.tracing.as_mask import MaskLike, as_mask
-from flexmask.tracing.trace import trace_function
+from flexmask.tracing.trace import MaskLike, as_mask, trace_function
 
 
 def create_block_mask(

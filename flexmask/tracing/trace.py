@@ -1,11 +1,14 @@
-"""From a ``mask_mod``, any Python function of four index tensors, to a mask: the function is called once, with proxies."""
+"""From any argument that stands for a mask to the mask, for all public functions: a Mask, its text, or a ``mask_mod``.
+
+A ``mask_mod``, any Python function of four index tensors, is called once, with proxies.
+"""
 
 from __future__ import annotations
 
 import inspect
 from functools import cache, partial
 from types import CellType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,12 +16,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from flexmask import _sync
-from flexmask._checks import check_flag
+from flexmask._checks import check_flag, is_traced
 from flexmask.errors import OperandError, TraceError
+from flexmask.expr.deferral import refuse_traced
+from flexmask.expr.deferred import DeferredMask
 from flexmask.expr.index import Opaque, b, h, kv, q
 from flexmask.expr.mask import Mask
 from flexmask.expr.names import call_hint, describe_non_mask
 from flexmask.lowering.mask_mod import MaskMod
+from flexmask.parser import cached_mask
 from flexmask.tracing import elementwise, layout  # noqa: F401 - these register the rules
 from flexmask.tracing.proxies import (
     METADATA,
@@ -215,3 +221,39 @@ class _Tracing(TorchFunctionMode):
         if not isinstance(example, Tensor) or any(has_proxy(v) and not isinstance(v, Proxy) for v in (*args, *kwargs.values())):
             raise Untraceable(f"{func.__name__} has no expression")
         return self.state.opaque_call(func, (*args, *kwargs.values()), tuple(kwargs), example)
+
+
+# ---------------------------------------------------------------- masks, texts and functions
+
+
+#: An argument that stands for a mask. A function is traced: see :func:`flexmask.from_mask_mod`.
+MaskLike: TypeAlias = Mask | str | MaskMod
+
+
+def as_mask(mask: object, what: str = "mask", *, also: str = "", device: torch.device | str | None = None) -> Mask:
+    """The mask that an argument stands for.
+
+    A text is parsed once and cached. A function is traced at each call: where that costs too much, call
+    :func:`flexmask.from_mask_mod` once and pass its result.
+
+    Args:
+        mask: a mask, its text, or a ``mask_mod``.
+        what: the name of the argument, for messages.
+        also: what else the caller takes, for messages.
+        device: where the mask is lowered, where that is known.
+
+    Raises:
+        TextError: the text is not a mask.
+        TraceError: the function does not return one truth value per cell.
+        OperandError: the argument is none of these.
+    """
+    if isinstance(mask, Mask):
+        return mask.made() if isinstance(mask, DeferredMask) and not is_traced() else mask  # after a graph break
+    if isinstance(mask, str):
+        return cached_mask(mask, None if device is None else torch.device(device))
+    if callable(mask) and not isinstance(mask, type):
+        refuse_traced("the mask of a mask_mod")
+        if not call_hint(mask):
+            return from_mask_mod(mask, device="cpu" if device is None else device)
+    kinds = ", ".join(["a Mask, its text", *([also] if also else [])])
+    raise OperandError(f"{what} must be {kinds} or a mask_mod function, got {describe_non_mask(mask)}")

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import flexmask as fm
 from flexmask.backends import choose_backend
-from flexmask.backends.parallel import ENTERED
+from flexmask.backends.backend import ENTERED
 from flexmask.distributed import ContextParallel
 from flexmask.distributed.context_parallel import Strategy
 from flexmask.errors import LoweringError, OperandError

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexmask as fm
-from flexmask.backends.parallel import ENTERED
+from flexmask.backends.backend import ENTERED
 from flexmask.distributed import ContextParallel
-from flexmask.distributed.agreement import fingerprint
+from flexmask.distributed.exchange import fingerprint
 from flexmask.errors import LoweringError
 from tests.distributed import models
 from tests.distributed.equality import LONG, Checks, attention, check_cases, check_drawn, check_packed_prefixes

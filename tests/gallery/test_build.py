@@ -30,7 +30,7 @@ from flexmask.errors import FlexmaskError
 from flexmask.gallery.build import PROJECT, build, index, readme, write_picture
 from flexmask.gallery.rendered import RenderedEntry, command, python, render_entry
 from flexmask.gallery.source import Entry, own_source, read_entries, select_entries
-from flexmask.plotting.mpl.legend import entries_of
+from flexmask.plotting.mpl.drawing import entries_of
 from tests.support.exhaustive import each_run, one_in
 
 FOLDER = Path(__file__).parents[2] / "gallery"

@@ -20,7 +20,7 @@ from flexmask.expr.packing import document_ids
 from flexmask.expr.tables import Literal
 from flexmask.intervals.bind import bind
 from flexmask.intervals.bounds import analyze
-from flexmask.tracing.as_mask import as_mask
+from flexmask.tracing.trace import as_mask
 from tests.support import oracle
 
 

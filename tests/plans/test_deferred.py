@@ -224,7 +224,7 @@ OF_LISTS: dict[str, tuple[Callable[[list[int]], Mask], Callable[[list[int]], Ten
 
 @pytest.fixture
 def new_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexmask.expr.lists.TRACED", form.Kept(99))
+    monkeypatch.setattr("flexmask.expr.deferred.TRACED", form.Kept(99))
     torch._dynamo.reset()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flexmask.plotting.html.view import Data, compressed
+from flexmask.plotting.html import Data, compressed
 
 __all__ = ["Case", "N", "PADDED", "block_kind", "by_area", "case", "causal", "packed_text"]
 

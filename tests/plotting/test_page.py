@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from flexmask.plotting import palette
-from flexmask.plotting.html.view import Data, compressed, inline_json, page, script, style
+from flexmask.plotting.html import Data, compressed, inline_json, page, script, style
 from tests.plotting.page_cases import PADDED, N, block_kind, by_area, case, causal, packed_text
 from tests.support import browser
 from tests.support.browser import Opened, opened, screenshot

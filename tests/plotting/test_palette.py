@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import flexmask as fm
 from flexmask.plotting.categories import Category
-from flexmask.plotting.html.view import style
+from flexmask.plotting.html import style
 from flexmask.plotting.mpl.drawing import scale_marks
 from flexmask.plotting.palette import HIDDEN, IN_PARTIAL, LOOKS, SHARDS, TERMS, UNDECIDED, VISIBLE, WASTED, Look
 from flexmask.plotting.raster import FULL, PARTIAL, UNKNOWN, Scores

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import flexmask as fm
 from flexmask.errors import FlexmaskError, OperandError, RenderError
-from flexmask.plotting.html.view import block_size_for, view_of
+from flexmask.plotting.html import block_size_for, view_of
 from flexmask.plotting.palette import looks_of
 from flexmask.plotting.sheet import panel_sheet, term_sheet
 from tests.support.exhaustive import one_in

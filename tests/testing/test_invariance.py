@@ -16,7 +16,7 @@ from flexmask import Mask
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.lowering import AlignedDocuments, align_documents
 from flexmask.testing import assert_batch_invariant
-from flexmask.tracing.as_mask import as_mask
+from flexmask.tracing.trace import as_mask
 
 # ---------------------------------------------------------------- documents aligned to blocks
 

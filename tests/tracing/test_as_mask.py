@@ -19,7 +19,7 @@ from flexmask.errors import FlexmaskError, OperandError
 from flexmask.plotting.mpl import plot_scores
 from flexmask.plotting.raster import rasterize
 from flexmask.plotting.sheet import panel_sheet
-from flexmask.tracing.as_mask import as_mask
+from flexmask.tracing.trace import as_mask
 from tests.support.exhaustive import one_in
 
 Use = Callable[[Any], Any]

@@ -22,13 +22,21 @@ from flexmask._checks import kind_of
 from flexmask.errors import OperandError
 from flexmask.plotting.annotations import FrameOptions, LabelOptions, Tokens
 from flexmask.plotting.caption import check_frame, first_term_note, join_lines, notes, panel_notes, picture_suffix, title_lines
-from flexmask.plotting.mpl.drawing import draw_cells
-from flexmask.plotting.mpl.legend import band_room, draw_legend, entries_of, label_axes, label_room, legend_lines, token_room
+from flexmask.plotting.mpl.drawing import (
+    band_room,
+    draw_cells,
+    draw_legend,
+    entries_of,
+    label_axes,
+    label_room,
+    legend_lines,
+    token_room,
+)
 from flexmask.plotting.palette import INK
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.scores import score_picture, score_sheet
 from flexmask.plotting.sheet import Indices, Sheet
-from flexmask.tracing.as_mask import MaskLike
+from flexmask.tracing.trace import MaskLike
 
 #: Pixels of an inch.
 DPI = 200

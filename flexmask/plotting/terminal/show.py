@@ -21,8 +21,19 @@ from flexmask.plotting.annotations import PictureOptions
 from flexmask.plotting.caption import first_term_note, join_lines, notes, panel_notes, title_lines
 from flexmask.plotting.raster import Picture, rasterize
 from flexmask.plotting.sheet import Sheet
-from flexmask.plotting.terminal.canvas import FAINT, MAX_LINES, Canvas, Drawing, LegendEntry
-from flexmask.plotting.terminal.drawing import blocks_fit, cells_fit, cells_width, draw_area, draw_blocks, draw_cells
+from flexmask.plotting.terminal.drawing import (
+    FAINT,
+    MAX_LINES,
+    Canvas,
+    Drawing,
+    LegendEntry,
+    blocks_fit,
+    cells_fit,
+    cells_width,
+    draw_area,
+    draw_blocks,
+    draw_cells,
+)
 
 #: Characters between pictures in a row, and between entries of the legend.
 BETWEEN = 3

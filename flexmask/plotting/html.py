@@ -28,7 +28,7 @@ from flexmask.plotting.categories import count_text
 from flexmask.plotting.raster import Picture
 from flexmask.plotting.sheet import Indices, Sheet, panel_sheet
 
-HERE = "flexmask.plotting.html"
+HERE = "flexmask.plotting"
 #: The parts of the script, each built on those before it.
 PARTS = ("data.js", "elements.js", "colors.js", "legend.js", "stage.js", "view.js", "thumbnail.js")
 #: Blocks along each side at most; a finer grid is left out.

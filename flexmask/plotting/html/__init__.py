@@ -1,1 +1,0 @@
-"""The interactive view: one HTML file for a browser or a notebook."""
