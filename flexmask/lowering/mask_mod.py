@@ -49,10 +49,11 @@ def mask_mod(context: Context, form: Form = "auto", bounds: RowBounds | None = N
         return _expression_mod(context)
     bounds = bounds or analyze(context)
     if has_interval_form(bounds):
-        if form == "triton" and _sync.needs_sync(bounds.lower.lo) and (found := classes(context, bounds.lower)):
+        is_read = not _sync.needs_sync(bounds.lower.lo)  # on the CPU each end is: see `interval_mod`
+        if form == "triton" and not is_read and (found := classes(context, bounds.lower)):
             return class_mod(*found)
         sizes = context.full_batch, context.heads, context.q_len
-        return interval_mod(bounds.lower, sizes, band_of(context), joins_ends=form == "triton")
+        return interval_mod(bounds.lower, sizes, READ if is_read else band_of(context), joins_ends=form == "triton")
     if form == "interval":
         reason = f"its rows have {bounds.upper.slots} intervals" if bounds.exact else "a part of it is not separable in q and kv"
         raise LoweringError(f"the mask has no interval form, which tests at most {MOST} intervals: {reason}")
