@@ -240,11 +240,11 @@ def _relative(scores: Scores) -> NDArray[np.float32]:
     return (scores.values / (scores.most or 1.0)).clip(0, 1)
 
 
-#: Inches: a character of the numbers on an axis, and a band with the gap before it.
-NUMBER_CHARACTER, BAND, GAP = 0.0625, 0.15, 0.04
 # ---------------------------------------------------------------- around the cells
 
 
+#: Inches: a character of the numbers on an axis, and a band with the gap before it.
+NUMBER_CHARACTER, BAND, GAP = 0.0625, 0.15, 0.04
 #: Numbers along an axis at most, where there is not one for every index.
 MAX_NUMBERS = 9
 #: Characters of a token at most, and of the label of a band of queries, which is below the title.

@@ -182,12 +182,12 @@ def framed(over: Sequence[str], rows: Iterable[tuple[str, Text]], margin: int) -
     return lines + [Text(" " * (margin - cell_len(label)) + label + " ", FAINT).append_text(line) for label, line in rows]
 
 
-VISIBLE, HIDDEN = Sign("■", "#", "#2A93D5", "visible"), Sign("⬚", ".", FAINT, "hidden")
-SKIPPED, WASTED = Sign("·", " ", FAINT, "hidden, empty block"), Sign("□", ".", "#8A9099", "hidden, partial block")
-IN_PARTIAL, IN_FULL = Sign("▣", "x", "#56B4E9", "visible, partial block"), Sign("■", "#", "#0072B2", "visible, full block")
 # ---------------------------------------------------------------- cells, blocks and pixels
 
 
+VISIBLE, HIDDEN = Sign("■", "#", "#2A93D5", "visible"), Sign("⬚", ".", FAINT, "hidden")
+SKIPPED, WASTED = Sign("·", " ", FAINT, "hidden, empty block"), Sign("□", ".", "#8A9099", "hidden, partial block")
+IN_PARTIAL, IN_FULL = Sign("▣", "x", "#56B4E9", "visible, partial block"), Sign("■", "#", "#0072B2", "visible, full block")
 BLOCKS = {
     FULL: Sign("■", "#", "#0072B2", "full block"),
     PARTIAL: Sign("▣", "x", "#56B4E9", "partial block"),
