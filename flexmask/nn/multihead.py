@@ -159,9 +159,15 @@ class MultiheadFlexAttention(nn.Module):
 
     @mask.setter
     def mask(self, mask: MaskLike | None) -> None:
-        device = self.out_proj.weight.device
+        device = self._device
         found = module_mask(mask, device)
         self._mask = found if found is None or device.type == "meta" else found.to(device)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the module is: torch's quantized projections, whose weight is a method, are for the CPU."""
+        weight = self.out_proj.weight
+        return weight.device if isinstance(weight, Tensor) else torch.device("cpu")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Registers the parameters that are tables of a score, so that what replaces parameters finds them."""
@@ -334,7 +340,8 @@ class MultiheadFlexAttention(nn.Module):
             if not isinstance(tensor, Tensor):
                 raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
             check_plain(tensor, name)
-            if tensor.dtype != weight.dtype and autocast_dtype(tensor) != autocast_dtype(weight):
+            is_known = isinstance(weight, Tensor) and weight.is_floating_point()  # a quantized one takes any dtype
+            if is_known and tensor.dtype != weight.dtype and autocast_dtype(tensor) != autocast_dtype(weight):
                 raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
             if tensor.dim() != 3 or tensor.shape[-1] != width:
                 hint = "; of one sequence take tensor.unsqueeze(0)" if tensor.dim() == 2 and tensor.shape[1] == width else ""
@@ -388,14 +395,20 @@ class MultiheadFlexAttention(nn.Module):
         elif context is None and keys:
             projected = [(self.in_proj(x), own + others)]
         else:
-            inner, weight, bias = self.n_heads * self.d_head, self.in_proj.weight, self.in_proj.bias
-            projected = [(F.linear(x, weight[:inner], None if bias is None else bias[:inner]), own)]
+            inner = self.n_heads * self.d_head
+            projected = [(self._part_of_in_proj(x, slice(inner)), own)]
             if keys:
-                both = F.linear(cast(Tensor, context), weight[inner:], None if bias is None else bias[inner:])
-                projected.append((both, others))
+                projected.append((self._part_of_in_proj(cast(Tensor, context), slice(inner, None)), others))
         # By view, as dynamo does not trace torch's unflatten under a default device.
         parted = [both.view(*both.shape[:2], sum(heads), self.d_head).split_with_sizes(heads, 2) for both, heads in projected]
         return [part.transpose(1, 2) for parts in parted for part in parts]
+
+    def _part_of_in_proj(self, x: Tensor, part: slice) -> Tensor:
+        """Some of the channels that ``in_proj`` gives."""
+        linear = self.in_proj
+        if type(linear) is not nn.Linear or linear._forward_pre_hooks or linear._forward_hooks:
+            return cast(Tensor, linear(x))[..., part]  # adapters, a quantized weight or hooks count only where it is called
+        return F.linear(x, linear.weight[part], None if linear.bias is None else linear.bias[part])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
         """Says what to do with the weights of torch's module."""
@@ -407,9 +420,9 @@ class MultiheadFlexAttention(nn.Module):
         """Moves the mask's tensors with the weights."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._mask is not None:
-            self._mask = self._mask.to(self.out_proj.weight.device)
+            self._mask = self._mask.to(self._device)
         if isinstance(self.score_mod, Score):
-            moved = cast(Score, self._score()).to(self.out_proj.weight.device)
+            moved = cast(Score, self._score()).to(self._device)
             super().__setattr__("score_mod", cast(Any, moved))  # whose parameters are registered already
         return self
 

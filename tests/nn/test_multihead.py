@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,71 @@ def test_grouped_heads_of_a_real_size() -> None:
     assert module.d_head == 128
     assert module.in_proj.weight.shape == (3072 + 2 * 1024, 3072)
     check_close(module(x, "causal"), plain(module, x, torch.ones(5, 5).tril().bool()))
+
+
+class Adapted(nn.Module):
+    """A projection with an adapter of low rank, as libraries for fine-tuning put it in the place of a Linear."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.to(base.weight)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_an_adapter_of_a_projection_counts_in_cross_attention(bias: bool, is_cached: bool) -> None:
+    module = MultiheadFlexAttention(12, 12, 4, bias, n_kv_heads=2, dtype=DOUBLE)
+    merged = copy.deepcopy(module)
+    adapter = Adapted(module.in_proj)
+    module.add_module("in_proj", adapter)
+    with torch.no_grad():
+        merged.in_proj.weight += adapter.up.weight @ adapter.down.weight
+    x, context = random(2, 5, 12), random(2, 7, 12)
+    cache = fm.KVCache() if is_cached else None
+    out = module(x, context=context, cache=cache)
+    again = module(x[:, :3], cache=cache) if is_cached else out[:, :3]
+    wanted = plain(merged, x, torch.tensor(True), context)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-11)
+    torch.testing.assert_close(again, wanted[:, :3], rtol=0, atol=1e-11)
+    if not is_cached:
+        out.sum().backward()
+        assert adapter.up.weight.grad is not None
+        assert adapter.down.weight.grad is not None
+
+
+def test_hooks_of_a_projection_run_in_cross_attention() -> None:
+    module, seen = MultiheadFlexAttention(12, 12, 4), []
+    module.in_proj.register_forward_hook(lambda _, given, out: seen.append((tuple(given[0].shape), tuple(out.shape))))
+    x, context = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    out = module(x, context=context)
+    assert seen == [((2, 5, 12), (2, 5, 36)), ((2, 7, 12), (2, 7, 36))]
+    torch.testing.assert_close(out.double(), plain(module, x, torch.tensor(True), context), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_torchs_quantized_projections(context: bool) -> None:
+    module = MultiheadFlexAttention(16, 16, 4, n_kv_heads=2, mask=None if context else fm.causal() & fm.key_padding(LENGTHS))
+    x, others = torch.randn(2, 6, 16), torch.randn(2, 7, 16) if context else None
+    wanted = module(x, context=others)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        quantized = torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)
+    quantized.mask = quantized.mask
+    torch.testing.assert_close(quantized.to("cpu")(x, context=others), wanted, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
