@@ -64,7 +64,7 @@ def sizes_from_torch(module: nn.MultiheadAttention, batch_first: bool) -> dict[s
             the length first.
     """
     if not isinstance(module, nn.MultiheadAttention):
-        raise OperandError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
+        raise OperandError(f"from_torch takes a torch.nn.MultiheadAttention, got {_kind(module)}")
     if module.kdim != module.vdim:
         raise LoweringError(f"kdim={module.kdim} and vdim={module.vdim} differ, but keys and values come from one context here")
     if module.bias_k is not None or module.add_zero_attn:
@@ -122,8 +122,12 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         batch_first: as in torch's module.
 
     Raises:
-        LoweringError: torch's module has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
+        LoweringError: torch's module has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``;
+            or a projection is no ``Linear``, as with an adapter.
     """
+    for name, projection in module.named_children():
+        if name.endswith("_proj") and not isinstance(projection, nn.Linear):
+            raise LoweringError(f"{name} is a {_kind(projection)}, not a torch.nn.Linear: merge its adapters first")
     width, state, weight = module.d_out, module.state_dict(keep_vars=True), module.out_proj.weight
     differs = {
         "d_in": module.d_in != width,
@@ -157,3 +161,8 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         made["in_proj_bias"] = torch.cat(biases)
     load_weights(theirs, made)
     return theirs
+
+
+def _kind(module: object) -> str:
+    """The class of a module with its package, as adapters have the names of what they replace."""
+    return f"{type(module).__name__} of {type(module).__module__}"

@@ -126,6 +126,12 @@ def test_the_mask_is_the_modules_own() -> None:
     check_close(ours(x, hidden=HIDDEN_SELF), torch_forward(theirs, x, x, key_padding_mask=HIDDEN_SELF))
 
 
+def with_adapter() -> MultiheadFlexAttention:
+    module = MultiheadFlexAttention(D, D, 3)
+    module.add_module("in_proj", nn.Sequential(module.in_proj))
+    return module
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "not torch's": (lambda: MultiheadFlexAttention.from_torch(nn.Linear(2, 2)), OperandError, "got Linear"),  # type: ignore[arg-type]
     "two widths": (
@@ -155,6 +161,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "differs in n_kv_heads$",
     ),
     "head width": (lambda: MultiheadFlexAttention(D, D, 3, d_head=6).to_torch(), LoweringError, "differs in d_head$"),
+    "adapter": (
+        lambda: with_adapter().to_torch(),
+        LoweringError,
+        r"in_proj is a Sequential of torch\.nn\.modules\.container, not a torch\.nn\.Linear: merge",
+    ),
     "scale": (lambda: MultiheadFlexAttention(D, D, 3, scale=2.0).to_torch(), LoweringError, "differs in scale$"),
     "rope": (
         lambda: MultiheadFlexAttention(D, D, 3, rope=lambda x, p: x).to_torch(),
