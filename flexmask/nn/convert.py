@@ -125,10 +125,10 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         LoweringError: torch's module has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``;
             or a projection is no ``Linear``, as with an adapter.
     """
-    for name, projection in module.named_children():
-        if name.endswith("_proj") and not isinstance(projection, nn.Linear):
-            raise LoweringError(f"{name} is a {_kind(projection)}, not a torch.nn.Linear: merge its adapters first")
     width, state, weight = module.d_out, module.state_dict(keep_vars=True), module.out_proj.weight
+    for name, projection in module.named_children():
+        if name.endswith("_proj") and f"{name}.weight" not in state:
+            raise LoweringError(f"{name} is a {_kind(projection)}, not a torch.nn.Linear: merge its adapters first")
     differs = {
         "d_in": module.d_in != width,
         "d_head": module.d_head * module.n_heads != width,
