@@ -165,9 +165,9 @@ class MultiheadFlexAttention(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        """Where the module is: torch's quantized projections, whose weight is a method, are for the CPU."""
-        weight = self.out_proj.weight
-        return weight.device if isinstance(weight, Tensor) else torch.device("cpu")
+        """Where the module is: torch's quantized projections, which have no parameters, are for the CPU."""
+        weight = next(self.out_proj.parameters(), None)
+        return torch.device("cpu") if weight is None else weight.device
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Registers the parameters that are tables of a score, so that what replaces parameters finds them."""
@@ -333,15 +333,15 @@ class MultiheadFlexAttention(nn.Module):
     # ---------------------------------------------------------------- parts of forward
 
     def _check(self, x: Tensor, context: Tensor | None, cache: KVCache | None, positions: Tensor | None) -> None:
-        weight = self.out_proj.weight
+        weight: Any = getattr(self.out_proj, "weight", None)  # a method of torch's quantized projections
+        has_dtype = isinstance(weight, Tensor) and weight.is_floating_point()
         for name, tensor, width in (("x", x, self.d_in), ("context", context, self.d_context)):
             if tensor is None and name == "context":
                 continue
             if not isinstance(tensor, Tensor):
                 raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
             check_plain(tensor, name)
-            is_known = isinstance(weight, Tensor) and weight.is_floating_point()  # a quantized one takes any dtype
-            if is_known and tensor.dtype != weight.dtype and autocast_dtype(tensor) != autocast_dtype(weight):
+            if has_dtype and tensor.dtype != weight.dtype and autocast_dtype(tensor) != autocast_dtype(weight):
                 raise OperandError(f"{name} is {tensor.dtype}, the module {weight.dtype}; convert one with .to()")
             if tensor.dim() != 3 or tensor.shape[-1] != width:
                 hint = "; of one sequence take tensor.unsqueeze(0)" if tensor.dim() == 2 and tensor.shape[1] == width else ""

@@ -133,14 +133,6 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
         self.to(base.weight)
 
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base.bias
-
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x) + self.up(self.down(x))
         return out
@@ -153,6 +145,8 @@ def test_an_adapter_of_a_projection_counts_in_cross_attention(bias: bool, is_cac
     merged = copy.deepcopy(module)
     adapter = Adapted(module.in_proj)
     module.add_module("in_proj", adapter)
+    module.add_module("out_proj", nn.Sequential(module.out_proj))  # which has no weight of its own
+    module.mask = None
     with torch.no_grad():
         merged.in_proj.weight += adapter.up.weight @ adapter.down.weight
     x, context = random(2, 5, 12), random(2, 7, 12)
