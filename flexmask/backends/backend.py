@@ -230,11 +230,10 @@ def check_sizes(mask: LoweredMask | BlockMask, query: Tensor, key: Tensor, q_off
         raise LoweringError(f"the {name} is on {device}, the query on {query.device}; {move_remedy(device, query.device)}")
 
 
+# ---------------------------------------------------------------- attention of which each process computes a part
+
 #: Computes a call in this process.
 Run: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
-
-
-# ---------------------------------------------------------------- attention of which each process computes a part
 
 
 class Parallel(Protocol):

@@ -27,6 +27,8 @@ from flexmask.intervals.extent import extent
 from flexmask.intervals.rows import Rows
 from flexmask.intervals.solve import Span
 
+# ---------------------------------------------------------------- the kinds of blocks
+
 #: What the cells of a block depend on: a value at its first cell, or the remainder of it by a divisor other than 0.
 Feature: TypeAlias = tuple[Index, int]
 
@@ -128,7 +130,6 @@ def _collect(node: Node, divisor: int, features: list[Feature], visited: set[Any
 
 
 # ---------------------------------------------------------------- the cells of kinds
-
 
 #: Blocks that are decided at a time, which bounds the memory.
 CHUNK = 2**18

@@ -1,7 +1,7 @@
-"""Options that the commands share, and their values.
+"""Values of options, and the options that the commands share.
 
-Options are the mask's text, its parameters, the lengths and sizes of the lowering, and files. Values are a parameter with its
-value, the size of a block, a cell, and masks in modules, with their completion in the shell.
+Values are a parameter with its value, the size of a block, a cell, and masks in modules, with their completion in the shell.
+Options are the mask's text, its parameters, the lengths and sizes of the lowering, and files.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from flexmask.plotting.caption import picture_suffix
 
 if TYPE_CHECKING:
     from flexmask.plotting.sheet import Indices
+
+# ---------------------------------------------------------------- values
 
 
 class Count(click.IntRange):

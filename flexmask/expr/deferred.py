@@ -160,10 +160,10 @@ def have_changed(mask: Mask) -> bool:
 
 def _list_of(lookup: Lookup) -> Key | None:
     """The key of the list with a number for each sequence, head or document that is looked up, if it is one."""
-    table = lookup.table
-    if isinstance(table, DocumentTable) and table.rule in COVERING:
-        table = table.source
+    source = lookup.table
+    if isinstance(source, DocumentTable) and source.rule in COVERING:
+        source = source.source
     elif any(index.symbols & {"q", "kv"} for index in lookup.indices):
         return None  # with data along the tokens a graph may evaluate each cell
-    table = table.source if isinstance(table, Ranged) else table
-    return table.key if isinstance(table, Literal) else None
+    source = source.source if isinstance(source, Ranged) else source
+    return source.key if isinstance(source, Literal) else None

@@ -207,7 +207,7 @@ def check_write_order(is_asked: bool, dq_kv_order: object) -> None:
         )
 
 
-def add_write_order(block_mask: BlockMask, *, descending: bool) -> None:
+def add_write_order(made: BlockMask, *, descending: bool) -> None:
     """Sets ``dq_write_order`` of a BlockMask, and ``dq_write_order_full`` where full blocks have lists of their own.
 
     For each query block in a list of a key block it is the rank of the key block among those of the query block, ``int32`` in
@@ -215,16 +215,16 @@ def add_write_order(block_mask: BlockMask, *, descending: bool) -> None:
     a GPU to count them.
 
     Args:
-        block_mask: the BlockMask, with ``q_num_blocks`` and ``q_indices``.
+        made: the BlockMask, with ``q_num_blocks`` and ``q_indices``.
         descending: whether the last key block comes first.
     """
-    lists: Any = [(block_mask.q_num_blocks, block_mask.q_indices), (block_mask.full_q_num_blocks, block_mask.full_q_indices)]
+    lists: Any = [(made.q_num_blocks, made.q_indices), (made.full_q_num_blocks, made.full_q_indices)]
     lists = [(number, indices) for number, indices in lists if number is not None]
     heads = lists[0][0].shape[1]
     if all(number.stride(1) == 0 for number, _ in lists):  # heads that share their lists share the order
         lists = [(number[:, :1], indices[:, :1]) for number, indices in lists]
     orders = [order.expand(-1, heads, -1, -1) for order in _write_orders(lists, descending)]
-    block_mask.__dict__.update(
+    made.__dict__.update(
         dq_write_order=orders[0], dq_write_order_full=orders[1] if len(orders) > 1 else None, dq_kv_order_spt=descending
     )
 

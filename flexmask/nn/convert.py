@@ -37,6 +37,8 @@ NOT_LOADED = (
     "the state is that of a torch.nn.MultiheadAttention: load it into one, and make this module from it, "
     "MultiheadFlexAttention.from_torch(module)"
 )
+#: The linear layers of a module: ``q_proj`` and ``kv_proj`` for a context of another width, else ``in_proj``.
+PROJECTIONS = ("in_proj", "q_proj", "kv_proj", "out_proj")
 #: For arguments with which other attention modules are made, what to write here.
 SIZES = {
     "add_bias_kv": "it has no counterpart: no mask can hide the keys that it adds",
@@ -123,12 +125,19 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
 
     Raises:
         LoweringError: torch's module has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``;
-            or a projection is no ``Linear``, as with an adapter.
+            or a projection is not a plain ``Linear``, as one with an adapter or a quantized weight.
     """
-    width, state, weight = module.d_out, module.state_dict(keep_vars=True), module.out_proj.weight
+    width, state = module.d_out, module.state_dict(keep_vars=True)
     for name, projection in module.named_children():
-        if name.endswith("_proj") and f"{name}.weight" not in state:
-            raise LoweringError(f"{name} is a {_kind(projection)}, not a torch.nn.Linear: merge its adapters first")
+        if name not in PROJECTIONS:
+            continue
+        held = sorted(key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}."))
+        if type(projection) is not nn.Linear or held not in (["weight"], ["bias", "weight"]):
+            raise LoweringError(
+                f"torch's module takes the weight and bias of a torch.nn.Linear, but {name} is a {_kind(projection)} with "
+                f"{', '.join(held) or 'no tensors'}: merge adapters, remove parametrizations or dequantize first"
+            )
+    weight = state["out_proj.weight"]
     differs = {
         "d_in": module.d_in != width,
         "d_head": module.d_head * module.n_heads != width,

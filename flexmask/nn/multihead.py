@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Self, TypeAlias, cast
 
 import torch
@@ -165,9 +166,9 @@ class MultiheadFlexAttention(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        """Where the module is: torch's quantized projections, which have no parameters, are for the CPU."""
-        weight = next(self.out_proj.parameters(), None)
-        return torch.device("cpu") if weight is None else weight.device
+        """Where the module is: torch's quantized projections, which have no tensors, are for the CPU."""
+        tensors = chain(self.out_proj.parameters(), self.out_proj.buffers(), self.parameters(), self.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Registers the parameters that are tables of a score, so that what replaces parameters finds them."""
@@ -326,7 +327,8 @@ class MultiheadFlexAttention(nn.Module):
             batch_first: the order of the axes of its inputs.
 
         Raises:
-            LoweringError: it has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``.
+            LoweringError: it has no counterpart: widths that differ, grouped queries, ``rope``, ``score_mod``, ``scale``; or a
+                projection is not a plain ``Linear``, as one with an adapter or a quantized weight.
         """
         return to_torch(self, batch_first).train(self.training)
 
@@ -334,7 +336,7 @@ class MultiheadFlexAttention(nn.Module):
 
     def _check(self, x: Tensor, context: Tensor | None, cache: KVCache | None, positions: Tensor | None) -> None:
         weight: Any = getattr(self.out_proj, "weight", None)  # a method of torch's quantized projections
-        has_dtype = isinstance(weight, Tensor) and weight.is_floating_point()
+        has_dtype = isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1  # else it is quantized
         for name, tensor, width in (("x", x, self.d_in), ("context", context, self.d_context)):
             if tensor is None and name == "context":
                 continue
@@ -406,7 +408,8 @@ class MultiheadFlexAttention(nn.Module):
     def _part_of_in_proj(self, x: Tensor, part: slice) -> Tensor:
         """Some of the channels that ``in_proj`` gives."""
         linear = self.in_proj
-        if type(linear) is not nn.Linear or linear._forward_pre_hooks or linear._forward_hooks:
+        hooks = linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks
+        if type(linear) is not nn.Linear or "forward" in vars(linear) or any(hooks):
             return cast(Tensor, linear(x))[..., part]  # adapters, a quantized weight or hooks count only where it is called
         return F.linear(x, linear.weight[part], None if linear.bias is None else linear.bias[part])
 

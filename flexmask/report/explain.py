@@ -41,7 +41,7 @@ STEP = 16
 
 
 def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
-    """The explanation as pairs of a label, which may be empty, and a text.
+    """What the kernels of attention do with a mask, as pairs of a label, which may be empty, and a text.
 
     Args:
         context: the lowering context, on the CPU.
@@ -50,8 +50,8 @@ def kernel_lines(context: Context, unread: Context) -> list[tuple[str, str]]:
     bounds = analyze(context)
     band, fused = band_of(context), fused_kind(context)
     if not has_interval_form(bounds):
-        reason = f"a row has {bounds.upper.slots} key intervals" if bounds.exact else "it is not separable in q and kv"
-        cells = f"the expression, cell by cell, since {reason}"
+        why = f"a row has {bounds.upper.slots} key intervals" if bounds.exact else "it is not separable in q and kv"
+        cells = f"the expression, cell by cell, since {why}"
         bits = "evaluates each cell"
     else:
         ends = [end for interval in band for end in interval]

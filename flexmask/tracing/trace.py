@@ -1,6 +1,6 @@
-"""From any argument that stands for a mask to the mask, for all public functions: a Mask, its text, or a ``mask_mod``.
+"""From a ``mask_mod``, any Python function of four index tensors, to the mask: the function is called once, with proxies.
 
-A ``mask_mod``, any Python function of four index tensors, is called once, with proxies.
+:func:`as_mask` takes what any public function takes for a mask: a Mask, its text, or a ``mask_mod``.
 """
 
 from __future__ import annotations

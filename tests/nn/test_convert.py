@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import flexmask as fm
 from flexmask import MultiheadFlexAttention
@@ -126,14 +127,26 @@ def test_the_mask_is_the_modules_own() -> None:
     check_close(ours(x, hidden=HIDDEN_SELF), torch_forward(theirs, x, x, key_padding_mask=HIDDEN_SELF))
 
 
-def with_adapter() -> MultiheadFlexAttention:
+class WithRank(nn.Linear):
+    """A Linear that adds a product of low rank to its weight, as some libraries of adapters write it."""
+
+    def __init__(self, sizes: nn.Linear) -> None:
+        super().__init__(sizes.in_features, sizes.out_features)
+        self.rank = nn.Parameter(torch.ones(1, sizes.in_features))
+
+
+def with_adapter(name: str, change: Callable[[nn.Linear], nn.Module]) -> MultiheadFlexAttention:
     module = MultiheadFlexAttention(D, D, 3)
-    module.add_module("in_proj", nn.Sequential(module.in_proj))
+    module.add_module(name, change(getattr(module, name)))
     return module
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "not torch's": (lambda: MultiheadFlexAttention.from_torch(nn.Linear(2, 2)), OperandError, "got Linear"),  # type: ignore[arg-type]
+    "not torch's": (
+        lambda: MultiheadFlexAttention.from_torch(nn.Linear(2, 2)),  # type: ignore[arg-type]
+        OperandError,
+        r"got Linear of torch\.nn\.modules\.linear$",
+    ),
     "two widths": (
         lambda: MultiheadFlexAttention.from_torch(torch_module(kdim=8, vdim=6, batch_first=True)),
         LoweringError,
@@ -161,10 +174,30 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "differs in n_kv_heads$",
     ),
     "head width": (lambda: MultiheadFlexAttention(D, D, 3, d_head=6).to_torch(), LoweringError, "differs in d_head$"),
-    "adapter": (
-        lambda: with_adapter().to_torch(),
+    "wrapped": (
+        lambda: with_adapter("in_proj", nn.Sequential).to_torch(),
         LoweringError,
-        r"in_proj is a Sequential of torch\.nn\.modules\.container, not a torch\.nn\.Linear: merge",
+        r"in_proj is a Sequential of torch\.nn\.modules\.container with 0\.weight: merge",
+    ),
+    "wrapped output": (
+        lambda: with_adapter("out_proj", nn.Sequential).to_torch(),
+        LoweringError,
+        "out_proj is a Sequential of .* with 0.bias, 0.weight: merge",
+    ),
+    "adapter": (
+        lambda: with_adapter("in_proj", WithRank).to_torch(),
+        LoweringError,
+        "in_proj is a WithRank of .* with bias, rank, weight: merge",
+    ),
+    "pruned": (
+        lambda: with_adapter("out_proj", lambda linear: prune.l1_unstructured(linear, "weight", 0.5)).to_torch(),
+        LoweringError,
+        "out_proj is a Linear of .* with bias, weight_mask, weight_orig: .* remove parametrizations",
+    ),
+    "no tensors": (
+        lambda: with_adapter("in_proj", lambda linear: nn.Identity()).to_torch(),
+        LoweringError,
+        "in_proj is a Identity of .* with no tensors: merge",
     ),
     "scale": (lambda: MultiheadFlexAttention(D, D, 3, scale=2.0).to_torch(), LoweringError, "differs in scale$"),
     "rope": (

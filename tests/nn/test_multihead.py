@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -162,13 +163,65 @@ def test_an_adapter_of_a_projection_counts_in_cross_attention(bias: bool, is_cac
         assert adapter.down.weight.grad is not None
 
 
-def test_hooks_of_a_projection_run_in_cross_attention() -> None:
+def replace_forward(linear: nn.Linear, seen: Callable[..., None]) -> None:
+    """As what offloads weights does."""
+    own = linear.forward
+
+    def forward(x: Tensor) -> Tensor:
+        seen()
+        return own(x)
+
+    linear.forward = forward  # type: ignore[method-assign,assignment]
+
+
+HOOKS: dict[str, Callable[[nn.Linear, Callable[..., None]], object]] = {
+    "forward": lambda linear, seen: linear.register_forward_hook(seen),
+    "before": lambda linear, seen: linear.register_forward_pre_hook(seen, with_kwargs=True),
+    "backward": lambda linear, seen: linear.register_full_backward_hook(seen),
+    "before backward": lambda linear, seen: linear.register_full_backward_pre_hook(seen),
+    "another forward": replace_forward,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_of_a_projection_run_in_cross_attention(hook: str) -> None:
     module, seen = MultiheadFlexAttention(12, 12, 4), []
-    module.in_proj.register_forward_hook(lambda _, given, out: seen.append((tuple(given[0].shape), tuple(out.shape))))
-    x, context = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    HOOKS[hook](module.in_proj, lambda *_: seen.append(hook))
+    x, context = torch.randn(2, 5, 12, requires_grad=True), torch.randn(2, 7, 12, requires_grad=True)
     out = module(x, context=context)
-    assert seen == [((2, 5, 12), (2, 5, 36)), ((2, 7, 12), (2, 7, 36))]
+    out.sum().backward()
+    assert seen == [hook] * 2
     torch.testing.assert_close(out.double(), plain(module, x, torch.tensor(True), context), rtol=0, atol=2e-5)
+
+
+class Quantized(nn.Module):
+    """A Linear whose weight is held in 8 bits, as a parameter or a buffer, with one scale."""
+
+    def __init__(self, base: nn.Linear, dtype: torch.dtype, is_parameter: bool) -> None:
+        super().__init__()
+        self.bias = base.bias
+        self.scale = base.weight.detach().abs().max().item() / 64
+        weight = (base.weight.detach() / self.scale).round().to(dtype)
+        if is_parameter:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_a_quantized_output_projection(dtype: torch.dtype, is_parameter: bool) -> None:
+    module = MultiheadFlexAttention(16, 16, 4, mask=fm.key_padding(LENGTHS))
+    x = torch.randn(2, 6, 16)
+    wanted = module(x)
+    module.add_module("out_proj", Quantized(module.out_proj, dtype, is_parameter))
+    torch.testing.assert_close(module(x), wanted, rtol=0, atol=0.05)
+    moved = module.to("meta").mask
+    assert moved is not None
+    assert {tensor.device.type for tensor in moved.tensors} == {"meta"}
 
 
 @pytest.mark.parametrize("context", [False, True])
