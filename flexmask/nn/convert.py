@@ -37,8 +37,6 @@ NOT_LOADED = (
     "the state is that of a torch.nn.MultiheadAttention: load it into one, and make this module from it, "
     "MultiheadFlexAttention.from_torch(module)"
 )
-#: The linear layers of a module: ``q_proj`` and ``kv_proj`` for a context of another width, else ``in_proj``.
-PROJECTIONS = ("in_proj", "q_proj", "kv_proj", "out_proj")
 #: For arguments with which other attention modules are made, what to write here.
 SIZES = {
     "add_bias_kv": "it has no counterpart: no mask can hide the keys that it adds",
@@ -128,16 +126,6 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
             or a projection is not a plain ``Linear``, as one with an adapter or a quantized weight.
     """
     width, state = module.d_out, module.state_dict(keep_vars=True)
-    for name, projection in module.named_children():
-        if name not in PROJECTIONS:
-            continue
-        held = sorted(key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}."))
-        if type(projection) is not nn.Linear or held not in (["weight"], ["bias", "weight"]):
-            raise LoweringError(
-                f"torch's module takes the weight and bias of a torch.nn.Linear, but {name} is a {_kind(projection)} with "
-                f"{', '.join(held) or 'no tensors'}: merge adapters, remove parametrizations or dequantize first"
-            )
-    weight = state["out_proj.weight"]
     differs = {
         "d_in": module.d_in != width,
         "d_head": module.d_head * module.n_heads != width,
@@ -149,6 +137,13 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
             "torch.nn.MultiheadAttention has one width d_in = d_out = n_heads * d_head, as many key heads as query heads, and no "
             f"rope, score_mod or scale; this module differs in {', '.join(name for name, differ in differs.items() if differ)}"
         )
+    for name, projection in module.named_children():
+        held = sorted(key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}."))
+        if type(projection) is not nn.Linear or held not in (["weight"], ["bias", "weight"]):
+            raise LoweringError(
+                f"torch's module takes the weight and bias of a torch.nn.Linear, but {name} is a {_kind(projection)} with "
+                f"{', '.join(held) or 'no tensors'}: merge adapters, remove parametrizations or dequantize first"
+            )
     context = None if module.d_context == width else module.d_context
     theirs = nn.MultiheadAttention(
         width,
@@ -158,8 +153,8 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         kdim=context,
         vdim=context,
         batch_first=batch_first,
-        device=weight.device,
-        dtype=weight.dtype,
+        device=state["out_proj.weight"].device,
+        dtype=state["out_proj.weight"].dtype,
     )
     made = {name: torch.zeros_like(weight, requires_grad=True) for name, weight in theirs.state_dict().items()}
     made |= {name: weight for name, weight in state.items() if name in made}  # of the output
