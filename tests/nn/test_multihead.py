@@ -197,6 +197,9 @@ def test_hooks_of_a_projection_run_in_cross_attention(hook: str) -> None:
 class Quantized(nn.Module):
     """A Linear whose weight is held in another dtype, as a parameter or a buffer, with one scale."""
 
+    weight: Tensor
+    bias: Tensor
+
     def __init__(self, base: nn.Linear, dtype: torch.dtype, is_parameter: bool) -> None:
         super().__init__()
         self.register_buffer("bias", base.bias.detach())
