@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flexmask._checks import kind_of
 from flexmask.backends.api import PADDING_MASKS
 from flexmask.errors import LoweringError, OperandError
 
@@ -138,12 +139,14 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
             f"rope, score_mod or scale; this module differs in {', '.join(name for name, differ in differs.items() if differ)}"
         )
     for name, projection in module.named_children():
-        held = sorted(key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}."))
-        if type(projection) is not nn.Linear or held not in (["weight"], ["bias", "weight"]):
-            raise LoweringError(
-                f"torch's module takes the weight and bias of a torch.nn.Linear, but {name} is a {_kind(projection)} with "
-                f"{', '.join(held) or 'no tensors'}: merge adapters, remove parametrizations or dequantize first"
-            )
+        if name in ("in_proj", "q_proj", "kv_proj", "out_proj"):
+            held = {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
+            if not is_linear(projection) or held.keys() | {"bias"} != {"weight", "bias"} or not _is_plain(held["weight"]):
+                given = ", ".join(f"{key} {kind_of(tensor)}" for key, tensor in held.items())
+                raise LoweringError(
+                    f"torch's module takes the weight and bias of a torch.nn.Linear; {name} is of the class {_kind(projection)} "
+                    f"and has {given or 'no tensors'}: merge adapters, dequantize, remove parametrizations and offloading"
+                )
     context = None if module.d_context == width else module.d_context
     theirs = nn.MultiheadAttention(
         width,
@@ -165,6 +168,19 @@ def to_torch(module: MultiheadFlexAttention, batch_first: bool) -> nn.MultiheadA
         made["in_proj_bias"] = torch.cat(biases)
     load_weights(theirs, made)
     return theirs
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what ``torch.nn.Linear`` does: what adapts or offloads one replaces its ``forward``.
+
+    Dynamo has a guard on the method, but none on its absence among the attributes of a module.
+    """
+    return getattr(module.forward, "__func__", None) is nn.Linear.forward
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a weight has the numbers that a layer computes with: not one of codes, nor a part of one on this rank."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.itemsize > 1
 
 
 def _kind(module: object) -> str:

@@ -21,7 +21,7 @@ from flexmask.backends.weights import attention_weights
 from flexmask.errors import ExpressionError, LoweringError, OperandError
 from flexmask.expr.mask import Mask
 from flexmask.nn.call_masks import RESERVED, bound_mask, module_mask, unplaced
-from flexmask.nn.convert import NOT_LOADED, SIZES, load_weights, sizes_from_torch, state_from_torch, to_torch
+from flexmask.nn.convert import NOT_LOADED, SIZES, is_linear, load_weights, sizes_from_torch, state_from_torch, to_torch
 from flexmask.nn.kv_cache import KVCache
 from flexmask.plans.lowered import LoweredMask
 from flexmask.scores.placed import placed_score
@@ -167,11 +167,13 @@ class MultiheadFlexAttention(nn.Module):
     @property
     def _device(self) -> torch.device:
         """Where the module is: torch's quantized projections, which have no tensors, are for the CPU."""
-        tensors = chain(self.out_proj.parameters(), self.out_proj.buffers(), self.parameters(), self.buffers())
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Registers the parameters that are tables of a score, so that what replaces parameters finds them."""
+        if name == "mask":  # also a module that is a mask_mod, which torch would register as a part of this one
+            object.__setattr__(self, name, value)
+            return
         super().__setattr__(name, value)
         if name == "score_mod":
             for known in self.__dict__.get("_score_tables", ()):
@@ -319,7 +321,9 @@ class MultiheadFlexAttention(nn.Module):
         return made.train(module.training)
 
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
-        """A ``torch.nn.MultiheadAttention`` with copies of the weights, in the same mode. It has no mask: see :meth:`from_torch`.
+        """A ``torch.nn.MultiheadAttention`` with copies of the weights, in the same mode.
+
+        It has no mask, see :meth:`from_torch`, and no hooks.
 
         Frozen weights stay frozen, as in :meth:`from_torch`.
 
@@ -336,7 +340,8 @@ class MultiheadFlexAttention(nn.Module):
 
     def _check(self, x: Tensor, context: Tensor | None, cache: KVCache | None, positions: Tensor | None) -> None:
         weight: Any = getattr(self.out_proj, "weight", None)  # a method of torch's quantized projections
-        has_dtype = isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1  # else it is quantized
+        has_dtype = isinstance(weight, Tensor) and weight.is_floating_point()
+        has_dtype = has_dtype and (weight.itemsize > 1 or is_linear(self.out_proj))  # else it is quantized
         for name, tensor, width in (("x", x, self.d_in), ("context", context, self.d_context)):
             if tensor is None and name == "context":
                 continue
@@ -409,8 +414,8 @@ class MultiheadFlexAttention(nn.Module):
         """Some of the channels that ``in_proj`` gives."""
         linear = self.in_proj
         hooks = linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks
-        if type(linear) is not nn.Linear or "forward" in vars(linear) or any(hooks):
-            return cast(Tensor, linear(x))[..., part]  # adapters, a quantized weight or hooks count only where it is called
+        if not is_linear(linear) or any(hooks):
+            return cast(Tensor, linear(x))[..., part]  # adapters, offloading and hooks count only where it is called
         return F.linear(x, linear.weight[part], None if linear.bias is None else linear.bias[part])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:

@@ -1,6 +1,6 @@
 """From a ``mask_mod``, any Python function of four index tensors, to the mask: the function is called once, with proxies.
 
-:func:`as_mask` takes what any public function takes for a mask: a Mask, its text, or a ``mask_mod``.
+:func:`as_mask` accepts a mask in any form: a Mask, its text, or a ``mask_mod``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import prune
 
 import flexmask as fm
@@ -137,6 +138,13 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+def test_other_parts_of_a_module_stay_behind() -> None:
+    module, x = MultiheadFlexAttention(D, D, HEADS, dtype=torch.float64), random(BATCH, Q, D)
+    module.dropped = nn.Dropout(0.5)
+    module.add_module("out_proj", NonDynamicallyQuantizableLinear(D, D, dtype=torch.float64))
+    check_close(torch_forward(module.to_torch(), x, x), module(x))
+
+
 def with_adapter(name: str, change: Callable[[nn.Linear], nn.Module]) -> MultiheadFlexAttention:
     module = MultiheadFlexAttention(D, D, 3)
     module.add_module(name, change(getattr(module, name)))
@@ -179,27 +187,32 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "wrapped": (
         lambda: with_adapter("in_proj", nn.Sequential).to_torch(),
         LoweringError,
-        r"in_proj is a Sequential of torch\.nn\.modules\.container with 0\.weight: merge",
+        r"in_proj is of the class Sequential of torch\.nn\.modules\.container and has 0\.weight Parameter float32\[36, 12\]:",
     ),
     "wrapped output": (
         lambda: with_adapter("out_proj", nn.Sequential).to_torch(),
         LoweringError,
-        "out_proj is a Sequential of .* with 0.bias, 0.weight: merge",
+        r"out_proj is of the class Sequential of .* and has 0\.weight .*, 0\.bias .*: merge",
     ),
     "adapter": (
         lambda: with_adapter("in_proj", Doubled).to_torch(),
         LoweringError,
-        "in_proj is a Doubled of .* with bias, weight: merge",
+        "in_proj is of the class Doubled of .* and has weight .*, bias .*: merge",
     ),
     "pruned": (
         lambda: with_adapter("out_proj", lambda linear: prune.l1_unstructured(linear, "weight", 0.5)).to_torch(),
         LoweringError,
-        "out_proj is a Linear of .* with bias, weight_mask, weight_orig: .* remove parametrizations",
+        "out_proj is of the class Linear of .* and has bias .*, weight_orig .*, weight_mask .*: .* remove parametrizations and",
+    ),
+    "codes": (
+        lambda: with_adapter("out_proj", lambda linear: linear.to(torch.float8_e4m3fn)).to_torch(),
+        LoweringError,
+        r"out_proj is of the class Linear of .* and has weight Parameter float8_e4m3fn\[12, 12\], .*: .* dequantize",
     ),
     "no tensors": (
         lambda: with_adapter("in_proj", lambda linear: nn.Identity()).to_torch(),
         LoweringError,
-        "in_proj is a Identity of .* with no tensors: merge",
+        "in_proj is of the class Identity of .* and has no tensors: merge",
     ),
     "scale": (lambda: MultiheadFlexAttention(D, D, 3, scale=2.0).to_torch(), LoweringError, "differs in scale$"),
     "rope": (

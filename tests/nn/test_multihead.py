@@ -164,7 +164,7 @@ def test_an_adapter_of_a_projection_counts_in_cross_attention(bias: bool, is_cac
 
 
 def replace_forward(linear: nn.Linear, seen: Callable[..., None]) -> None:
-    """As what offloads weights does."""
+    """Replaces ``forward`` on the instance, as accelerate does to offload weights."""
     own = linear.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -194,15 +194,39 @@ def test_hooks_of_a_projection_run_in_cross_attention(hook: str) -> None:
     torch.testing.assert_close(out.double(), plain(module, x, torch.tensor(True), context), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
+def test_compiled_code_calls_a_forward_that_is_replaced_later() -> None:
+    module, x, context = MultiheadFlexAttention(12, 12, 4), torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    compiled(x, context=context)
+    own = module.in_proj.forward
+    module.in_proj.forward = lambda x: 2 * own(x)  # type: ignore[method-assign,assignment]
+    torch.testing.assert_close(compiled(x, context=context), module(x, context=context))
+
+
+class CausalMod(nn.Module):
+    def forward(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv <= q
+
+
+def test_a_module_as_the_mask() -> None:
+    module = MultiheadFlexAttention(12, 12, 4)
+    module.mask = CausalMod()
+    assert module.mask == fm.causal()
+    assert [name for name, _ in module.named_children()] == ["in_proj", "out_proj"]
+    with pytest.raises(OperandError, match="mask"):
+        module.mask = nn.Parameter(torch.ones(2, 2))  # type: ignore[assignment]
+
+
 class Quantized(nn.Module):
     """A Linear whose weight is held in another dtype, as a parameter or a buffer, with one scale."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
     def __init__(self, base: nn.Linear, dtype: torch.dtype, is_parameter: bool) -> None:
         super().__init__()
-        self.register_buffer("bias", base.bias.detach())
+        self.register_buffer("bias", None if base.bias is None else base.bias.detach())
         self.scale = base.weight.detach().abs().max().item() / 64
         weight = (base.weight.detach() / self.scale).round().to(dtype)
         if is_parameter:
@@ -216,11 +240,12 @@ class Quantized(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("is_parameter", [False, True])
-def test_a_quantized_output_projection(dtype: torch.dtype, is_parameter: bool) -> None:
+def test_quantized_projections(dtype: torch.dtype, is_parameter: bool) -> None:
     module = MultiheadFlexAttention(16, 16, 4, mask=fm.key_padding(LENGTHS))
     x = torch.randn(2, 6, 16)
     wanted = module(x)
-    module.add_module("out_proj", Quantized(module.out_proj, dtype, is_parameter))
+    for name in ("in_proj", "out_proj"):
+        module.add_module(name, Quantized(getattr(module, name), dtype, is_parameter))
     torch.testing.assert_close(module(x), wanted, rtol=0, atol=0.05)
     moved = module.to("meta").mask
     assert moved is not None
