@@ -180,7 +180,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def _is_plain(weight: Tensor) -> bool:
     """Whether a weight has the numbers that a layer computes with: not one of codes, nor a part of one on this rank."""
-    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.itemsize > 1
+    return type(weight) in (Tensor, nn.Parameter) and weight.itemsize > 1
 
 
 def _kind(module: object) -> str:

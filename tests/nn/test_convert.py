@@ -145,6 +145,15 @@ def test_other_parts_of_a_module_stay_behind() -> None:
     check_close(torch_forward(module.to_torch(), x, x), module(x))
 
 
+class Codes(Tensor):
+    """A weight as libraries of quantization have it: its class says what the numbers mean."""
+
+
+def with_codes(linear: nn.Linear) -> nn.Linear:
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Codes))
+    return linear
+
+
 def with_adapter(name: str, change: Callable[[nn.Linear], nn.Module]) -> MultiheadFlexAttention:
     module = MultiheadFlexAttention(D, D, 3)
     module.add_module(name, change(getattr(module, name)))
@@ -208,6 +217,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: with_adapter("out_proj", lambda linear: linear.to(torch.float8_e4m3fn)).to_torch(),
         LoweringError,
         r"out_proj is of the class Linear of .* and has weight Parameter float8_e4m3fn\[12, 12\], .*: .* dequantize",
+    ),
+    "codes of a class": (
+        lambda: with_adapter("in_proj", with_codes).to_torch(),
+        LoweringError,
+        "in_proj is of the class Linear of .* and has weight Codes float32.*: .* dequantize",
     ),
     "no tensors": (
         lambda: with_adapter("in_proj", lambda linear: nn.Identity()).to_torch(),

@@ -68,3 +68,9 @@ def test_float64_is_not_cast() -> None:
     layer, x = MultiheadFlexAttention(16, 16, 4).double(), torch.randn(2, LENGTH, 16)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(OperandError, match=r"is torch.float32, the module torch.float64"):
         layer(x, "causal")
+
+
+def test_a_module_in_float8_computes_nothing() -> None:
+    layer = MultiheadFlexAttention(16, 16, 4).to(torch.float8_e4m3fn)
+    with pytest.raises(OperandError, match=r"is torch.float32, the module torch.float8_e4m3fn; convert one with"):
+        layer(torch.randn(2, LENGTH, 16), "causal")
