@@ -12,7 +12,7 @@ from flexmask.expr.index import Arithmetic, Index, Symbol, kv, q
 from flexmask.expr.mask import Compare, Mask
 from flexmask.expr.names import describe_non_mask
 from flexmask.expr.node import Node
-from flexmask.expr.tables import Literal, Lookup, Param, Table
+from flexmask.expr.tables import Literal, Lookup, Param, Ranged, Table
 
 
 def int_or_index(value: Any, what: str, least: int = 0) -> Index | int:
@@ -129,7 +129,15 @@ def with_local_positions(name: str, mask: Mask, queries: Index, near: Index, key
         start = keys if any(_is_of_key(below) for below in node.walk()) else near
         return node.substitute(q=q - queries, kv=kv - start)
 
-    return cast(Mask, mask.expand().replace(moved))
+    return cast(Mask, mask.expand().replace(_without_length_limits).replace(moved))
+
+
+def _without_length_limits(node: Node) -> Node | None:
+    """A lookup whose values may be greater than the length of the sequence, which is not that of a part of it."""
+    match node:
+        case Lookup(Ranged(source, what, low, high, role), indices) if high is not None and high.symbols:
+            return Lookup(Ranged(source, what, low, None, role), indices)
+    return None
 
 
 def _is_of_key(node: Node) -> bool:

@@ -233,7 +233,9 @@ def _square_hint(ranged: Ranged, context: Context) -> str:
     """The hint where a number of keys is too great for a kv_len that may be q_len as none was given."""
     if context.q_len != context.kv_len or ranged.high is None or ranged.high.symbols != {"kv_len"}:
         return ""
-    return "; kv_len is q_len unless it is given: where there are more keys than queries, give kv_len=, or context= in a module"
+    return (
+        "; it is the number of keys: q_len unless kv_len= is given, in attention that of key, in a module that of x or context="
+    )
 
 
 def _limit(ranged: Ranged, context: Context) -> Any:

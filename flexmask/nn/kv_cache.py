@@ -60,10 +60,11 @@ class KVCache:
     In cross-attention the cache is ``KVCache()``: the first call computes the keys of the context, and all others read them. Call
     :meth:`reset` before another context or prompt: a context of another batch or length is an error, others are not read.
 
-    Under ``torch.compile(fullgraph=True)`` a call attends to all ``capacity`` places, so that sizes do not change, and two graphs
-    serve all steps. Data of the mask along keys has ``capacity`` values there, and what was padding is not checked. All layers
-    share a LoweredMask: ``flexmask.plan(mask, 1, capacity)(q_offset=position)``. A cache with ``window`` is an error.
-    Not checked: a BlockMask, or the LoweredMask of a plan, without ``q_offset`` has the rows from position 0 on.
+    Under ``torch.compile(fullgraph=True)`` a call attends to all ``capacity`` places, so that sizes do not change, and one graph
+    serves all steps of one token. Calls with several tokens have the graphs of any compiled code whose sizes change. Data of the
+    mask along keys has ``capacity`` values there, and what was padding is not checked. All layers share a LoweredMask:
+    ``flexmask.plan(mask, 1, capacity)(q_offset=position)``. A cache with ``window`` is an error. Not checked: a BlockMask, or the
+    LoweredMask of a plan, without ``q_offset`` has the rows from position 0 on.
 
     Calls with and without ``torch.autocast`` may alternate: where the dtypes of their keys differ, the cache holds the wider.
 

@@ -34,8 +34,12 @@ class Replay:
         # What is computed from the data alone. Results may be views of the tensors that the stamp keeps.
         self._known: _sync.Stamped[Sequence[Any]] | None = None
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> list[Any]:
         """The results of the graph. Those of two calls share no memory."""
+        # Without the `_base` that a view has, on which dynamo guards: a copy from another process would be one more graph.
+        return [found.detach() if isinstance(found, Tensor) else found for found in self._run(*tensors)]
+
+    def _run(self, *tensors: Tensor) -> Any:
         if self._parts is None or not all(map(_sync.has_stamp, tensors)) or _is_recorded(tensors[-1]):
             return self._whole.forward(*tensors)
         before_steps, step = self._parts

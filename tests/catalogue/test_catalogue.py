@@ -190,3 +190,10 @@ def test_picture(mask: Mask, allowed: oracle.Predicate, q_len: int, kv_len: int,
 
     assert drawn(oracle.table_of(allowed, q_len, kv_len)[0][0]) == picture
     assert drawn(mask.dense(q_len, kv_len)[0, 0].tolist()) == picture
+
+
+@pytest.mark.parametrize("prefix", [4, [4], torch.tensor([4])], ids=repr)
+def test_a_document_may_be_shorter_than_its_prefix(prefix: int | list[int] | torch.Tensor) -> None:
+    """And so may the sequence, as the last one of a dataset."""
+    mask = fm.per_document(fm.prefix_lm(prefix), lengths=[1, 2])
+    assert mask.dense(3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
