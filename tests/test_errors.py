@@ -379,7 +379,11 @@ LOWERING: list[Row] = [
     ),
     ("length beyond the queries", lambda: fm.query_padding([9]).dense(8), "query_padding ... lengths ... 9 ... 8"),
     ("cross_length beyond", lambda: fm.cross_length([9], q_lengths=[2]).dense(2, 8), "cross_length ... kv_lengths ... 9 ... 8"),
-    ("cross_length without kv_len", lambda: fm.cross_length([9, 2]).dense(5), "kv_len = 5, got 9; ... q_len unless kv_len= is given ... context="),
+    (
+        "cross_length without kv_len",
+        lambda: fm.cross_length([9, 2]).dense(5),
+        "kv_len = 5, got 9; ... kv_len= is given ... context=",
+    ),
     ("prefix beyond", lambda: fm.prefix_lm(9).dense(8), "prefix_lm ... 9 ... 8"),
     ("document lengths beyond", lambda: fm.document(lengths=[5, 5]).dense(8), "document ... lengths ... 10 ... 8"),
     ("cu_seqlens beyond", lambda: fm.document(cu_seqlens=[0, 10]).dense(8), "cu_seqlens ... 10 ... 8"),
