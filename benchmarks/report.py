@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 import flexmask
 from benchmarks.measuring import Measurement
 from benchmarks.rows import Row, Section
+from flexmask._checks import count_text
 
 __all__ = ["write"]
 
@@ -38,7 +39,9 @@ def write(sections: list[Section], device: str, folder: Path, command: str) -> N
 
 
 def _machine(device: str, command: str) -> str:
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {count_text(torch.get_num_threads(), 'thread')}"
+    )
     versions = f"flexmask {flexmask.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return (
         f"{name}; {versions}. `{command}`: medians, of kernels the mean; all candidates of a row in one process, one "
