@@ -430,7 +430,8 @@ OPTIONS = tuple(name for name in inspect.signature(inspect.unwrap(attention)).pa
 def _empty_outputs(call: Call) -> tuple[Tensor, Tensor | None]:
     """As of :func:`attend` where an axis has size 0: zeros and -inf, with gradients of zeros."""
     query, key, value = call.query, call.key, call.value
-    anchor = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
+    tables = call.score_mod.score.tensors if isinstance(call.score_mod, PlacedScore) else ()
+    anchor = sum(table.flatten()[:0].sum().to(query.dtype) for table in (key, value, *tables)) + query[..., :0].sum()
     out = query.new_zeros((*query.shape[:3], value.shape[3])) + anchor
     if not call.return_lse:
         return out, None

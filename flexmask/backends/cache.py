@@ -67,6 +67,9 @@ class MaskCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __reduce__(self) -> tuple[type[MaskCache], tuple[int]]:
+        return MaskCache, (self.size,)  # a copy, as of a model that holds it, is empty
+
     def clear(self) -> None:
         """Drops all results, and the tensors of their masks."""
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -122,22 +121,23 @@ def _overflows(node: Arithmetic | Absolute, context: Context) -> bool:
 
 def _check_lookup(lookup: Lookup, context: Context) -> None:
     for axis, index in enumerate(lookup.indices):
-        size = context.tables[lookup.table.key].shape[axis]
-        if (isinstance(index, Symbol) and index.name in AXES) or not _is_known(index, context):
+        size, is_along_one = context.tables[lookup.table.key].shape[axis], not {"q", "kv"} <= index.symbols
+        if isinstance(index, Symbol) and index.name in AXES:
+            continue
+        if not _is_known(index, context):
+            if is_captured() and is_along_one and not any(isinstance(node, Opaque) for node in index.walk()):
+                _require_inside(lookup, index, size, context)  # torch takes an index below 0 for one from the end
             continue
         found = extent(index, context, Read.ALL)
         if found[0] >= 0 and found[1] < size:
             continue
-        if {"q", "kv"} <= index.symbols:
-            if getattr(lookup.table, "may_be_longer", False):
-                continue  # a traced function may ask first whether it is inside; torch says so where it is not
-        else:
-            values = _evaluated(index, context)
+        if is_along_one:
             if is_captured():
-                message = f"{lookup.brief()}: the index {index.brief()} leaves the table"
-                _sync.require(partial(_is_inside, values, size), values.device, message, everywhere=True)
+                _require_inside(lookup, index, size, context, everywhere=True)
                 continue
-            found = values_extent(values)
+            found = values_extent(_evaluated(index, context))
+        elif getattr(lookup.table, "may_be_longer", False):
+            continue  # a traced function may ask first whether it is inside; torch says so where it is not
         if found[0] < 0 or found[1] >= size:
             raise LoweringError(
                 f"{context.filled(lookup).brief()}: the index {context.filled(index).brief()} ranges from {found[0]} to "
@@ -146,8 +146,15 @@ def _check_lookup(lookup: Lookup, context: Context) -> None:
             )
 
 
-def _is_inside(values: Tensor, size: int) -> Tensor:
-    return (values >= 0) & (values < size)
+def _require_inside(lookup: Lookup, index: Index, size: int, context: Context, *, everywhere: bool = False) -> None:
+    """As :func:`flexmask._sync.require`, that an index does not leave its table."""
+
+    def is_inside() -> Tensor:
+        values = _evaluated(index, context)
+        return (values >= 0) & (values < size)
+
+    message = f"{lookup.brief()}: the index {index.brief()} leaves the table"
+    _sync.require(is_inside, context.device, message, everywhere=everywhere)
 
 
 def end_of_index(index: Index, context: Context) -> int | Tensor | None:

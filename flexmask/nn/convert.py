@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,8 @@ def _names(module: nn.MultiheadAttention) -> dict[str, tuple[str, ...]]:
 @torch.enable_grad()
 def state_from_torch(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     """The state of a :class:`flexmask.MultiheadFlexAttention` with the same weights; one of several is trainable if any is."""
-    state: dict[str, Tensor] = {f"out_proj.{name}": weight for name, weight in module.out_proj.named_parameters()}
+    out = {"out_proj.weight": module.out_proj.weight, "out_proj.bias": cast("Tensor | None", module.out_proj.bias)}
+    state: dict[str, Tensor] = {name: weight for name, weight in out.items() if weight is not None}
     stacked = {ours: torch.cat([getattr(module, name) for name in theirs]) for ours, theirs in _names(module).items()}
     state |= {f"{ours}.weight": weight for ours, weight in stacked.items()}
     if module.in_proj_bias is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any, cast
 
@@ -109,6 +110,9 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_owner": None}  # a copy may continue in a copy of the layer
+
+    def __copy__(self) -> KVCache:
+        return deepcopy(self)  # both write to their memory
 
     def __repr__(self) -> str:
         length = self.length.tolist() if isinstance(self.length, Tensor) else self.length
@@ -356,7 +360,8 @@ class KVCache:
             and not 0 <= int(indices.min()) <= int(indices.max()) < len(self.key)
         ):
             raise LoweringError(f"reorder: indices must lie between 0 and {len(self.key) - 1}, got {indices.tolist()}")
-        self.key, self.value = self.key.index_select(0, indices), self.value.index_select(0, indices)
+        with torch.inference_mode(False):  # as where they are made
+            self.key, self.value = self.key.index_select(0, indices), self.value.index_select(0, indices)
         if isinstance(self.length, Tensor):
             self.length = self.length.index_select(0, indices)
         if isinstance(self.start, Tensor):

@@ -169,28 +169,53 @@ class MultiheadFlexAttention(nn.Module):
         """Where the module is: torch's quantized projections, which have no tensors, are for the CPU."""
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu"))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Registers the parameters that are tables of a score, so that what replaces parameters finds them."""
-        if name == "mask":  # also a module that is a mask_mod, which torch would register as a part of this one
-            object.__setattr__(self, name, value)
-            return
-        super().__setattr__(name, value)
-        if name == "score_mod":
-            for known in self.__dict__.get("_score_tables", ()):
-                delattr(self, known)
-            tensors = value.tensors if isinstance(value, Score) else ()
-            tables = [own for own in tensors if isinstance(own, nn.Parameter)]
-            self._score_tables = [f"score_table{number or ''}" for number in range(len(tables))]
-            for table_name, table in zip(self._score_tables, tables, strict=True):
-                self.register_parameter(table_name, table)
+    @property
+    def score_mod(self) -> Score | ScoreMod | None:
+        """What becomes of the scores, or None. A score, its text, a function or None can be assigned, and is then read.
 
-    def _score(self) -> Score | ScoreMod | None:
-        """The score with the module's parameters as its tables."""
-        score = self.score_mod
-        if not isinstance(score, Score) or not score.tensors:
-            return score
-        names = iter(self._score_tables)
-        return score.with_tensors([getattr(self, next(names)) if isinstance(own, nn.Parameter) else own for own in score.tensors])
+        Parameters that are tables of a score are those of the module, ``score_table``, ``score_table1`` and so on, where what
+        replaces parameters finds them; the score that is read has these.
+
+        Raises:
+            OperandError: something else is assigned, or the module has other attributes of these names.
+            TextError: a text that is not a score.
+        """
+        score = self._modules.get("score_mod", self._own_score)
+        if not isinstance(score, Score) or not self._score_tables:
+            return cast("ScoreMod | Score | None", score)
+        names = self._score_tables
+        return score.with_tensors(
+            [getattr(self, names[place]) if place in names else own for place, own in enumerate(score.tensors)]
+        )
+
+    @score_mod.setter
+    def score_mod(self, score_mod: ScoreLike | None) -> None:
+        found = as_score_mod(score_mod)
+        tensors = found.tensors if isinstance(found, Score) else ()
+        places = [place for place, own in enumerate(tensors) if isinstance(own, nn.Parameter)]
+        tables = {place: f"score_table{number or ''}" for number, place in enumerate(places)}
+        before = set(self.__dict__.get("_score_tables", {}).values())
+        taken = [name for name in tables.values() if name not in before and hasattr(self, name)]
+        taken += [name for name in before if name not in self._parameters]
+        if taken:
+            raise OperandError(
+                f"{', '.join(taken)} of the module is not a plain table of its score_mod: remove or rename it first"
+            )
+        for name in before:
+            del self._parameters[name]
+        self._modules.pop("score_mod", None)
+        if isinstance(found, nn.Module):
+            self._modules["score_mod"], found = found, None
+        self._own_score, self._score_tables = found, tables
+        for place, name in tables.items():
+            self.register_parameter(name, cast(nn.Parameter, tensors[place]))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets the properties, of which torch would register a module, as a ``mask_mod`` may be, as a part of this one."""
+        if name in ("mask", "score_mod"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def forward(
         self,
@@ -244,7 +269,7 @@ class MultiheadFlexAttention(nn.Module):
             positions = parallel.positions
         query, *new = self._heads(x, context, positions, keys=cache is None or not cache.holds_context)
         key, value = cast(tuple[Tensor, Tensor], new or (None, None))
-        score_mod = self._score()
+        score_mod = self.score_mod
         q_offset: int | Tensor = 0
         if cache is None:
             score_mod = placed_score(score_mod, 0)
@@ -290,7 +315,7 @@ class MultiheadFlexAttention(nn.Module):
         if isinstance(bound, LoweredMask | BlockMask):
             raise OperandError(f"attention_weights takes a Mask, its text or a mask_mod, got a {type(bound).__name__}")
         query, key, _ = self._heads(x, context, positions, keys=True)
-        return attention_weights(query, key, bound, scale=self.scale, score_mod=self._score())
+        return attention_weights(query, key, bound, scale=self.scale, score_mod=self.score_mod)
 
     # ---------------------------------------------------------------- torch's module
 
@@ -429,9 +454,8 @@ class MultiheadFlexAttention(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._mask is not None:
             self._mask = self._mask.to(self._device)
-        if isinstance(self.score_mod, Score):
-            moved = cast(Score, self._score()).to(self._device)
-            super().__setattr__("score_mod", cast(Any, moved))  # whose parameters are registered already
+        if isinstance(self._own_score, Score):
+            self._own_score = self._own_score.to(self._device)
         return self
 
     def extra_repr(self) -> str:

@@ -162,9 +162,9 @@ def plan(
 
     Where lengths change from step to step, leave them out here, and begin each call with them: ``plan(q_len, cu=cu)``, or
     ``plan(q_len, kv_len, cu=cu)``. One graph serves all lengths, batch sizes and numbers of documents. There is another, as torch
-    has, where a size is 1, for lengths of one block, for more blocks than a graph lists, and for a ``q_offset``. A mask whose
-    longer rows have more key intervals, such as ``kv % 3 == 0``, has one for each length. A call takes 1.1 to 1.3 times the
-    time of a plan with lengths, and the first capture four times.
+    has, where a size is 1, for lengths of one block, for as many blocks of keys as of queries, for more blocks than a graph
+    lists, and for a ``q_offset``. A mask whose longer rows have more key intervals, such as ``kv % 3 == 0``, has one for each
+    length. A call takes 1.1 to 1.3 times the time of a plan with lengths, and the first capture four times.
 
     A plan for decoding is for one query and all places of the cache. Each call says where the query is; without ``q_offset`` it
     is at position 0, also where the plan is used with a :class:`flexmask.KVCache`::

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -297,3 +299,15 @@ def test_caches_that_end_in_another_order() -> None:
     fm.attention(query, query, query, fm.sliding_window(size=2))
     assert (first.builds, second.builds) == (0, 1)
     second.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_that_holds_a_cache_is_copied_without_its_results(duplicate: Callable[[Any], Any]) -> None:
+    model, cache = Model("causal & document(ids)"), MaskCache(7)
+    vars(model)["cache"] = cache
+    with cache:
+        model(X, ids=IDS)
+    assert len(cache) == 1
+    copied = duplicate(model).cache
+    assert isinstance(copied, MaskCache)
+    assert (copied.size, len(copied), copied.builds) == (7, 0, 0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import flexmask as fm
 from flexmask import MultiheadFlexAttention
@@ -136,6 +137,13 @@ class Doubled(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("change", [weight_norm, lambda linear: prune.l1_unstructured(linear, "weight", 0.5)])
+def test_computed_weights_of_torchs_module(change: Callable[[nn.Module], nn.Module]) -> None:
+    theirs, x = torch_module(batch_first=True), random(BATCH, Q, D)
+    change(theirs.out_proj)
+    check_close(MultiheadFlexAttention.from_torch(theirs)(x), torch_forward(theirs, x, x))
 
 
 def test_other_parts_of_a_module_stay_behind() -> None:

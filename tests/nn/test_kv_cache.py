@@ -456,3 +456,25 @@ def test_lengths_to_keep_are_integers(lengths: Any) -> None:
     layer(torch.randn(2, 4, 8), fm.causal(), cache=cache)
     with pytest.raises(OperandError, match="lengths must be integers"):
         cache.truncate(lengths)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_branches_of_a_cache_have_keys_of_their_own(duplicate: Callable[[KVCache], KVCache]) -> None:
+    layer, x = MultiheadFlexAttention(8, 8, 2, dtype=torch.float64), torch.randn(2, 6, 8, dtype=torch.float64)
+    with torch.no_grad():
+        whole, cache = layer(x, "causal"), KVCache(8)
+        layer(x[:, :4], "causal", cache=cache)
+        other = duplicate(cache)
+        layer(x[:, 4:5], "causal", cache=cache)
+        layer(torch.randn_like(x[:, :1]), "causal", cache=other)
+        check_close(layer(x[:, 5:], "causal", cache=cache), whole[:, 5:])
+
+
+def test_a_cache_that_was_reordered_in_inference_mode_goes_on_outside() -> None:
+    layer, x = MultiheadFlexAttention(8, 8, 2, dtype=torch.float64), torch.randn(2, 6, 8, dtype=torch.float64)
+    cache = KVCache(8)
+    with torch.inference_mode():
+        layer(x[:, :5], "causal", cache=cache)
+        cache.reorder(torch.tensor([1, 0]))
+    with torch.no_grad():
+        check_close(layer(x.flip(0)[:, 5:], "causal", cache=cache), layer(x, "causal").flip(0)[:, 5:])

@@ -571,3 +571,32 @@ def test_a_mask_mod_is_read_at_each_call() -> None:
     assert torch.equal(plan().dense()[0, 0], ids[:, None] == ids)
     width = 1
     assert torch.equal(plan().dense()[0, 0], (ids[:, None] == ids) & (q - kv < 1))
+
+
+#: Masks and data with an index below 0, which torch takes for one from the end of the table.
+BELOW: dict[str, tuple[str, dict[str, list[int]]]] = {
+    "of a key": ("shift(key_padding(keep=keep), kv=by)", {"keep": [0, 1, 1, 1], "by": [2]}),
+    "of a query": ("t[n[q]] == 1", {"t": [1, 0, 1, 1], "n": [0, 1, -2, 1]}),
+    "of an order": ("reorder(causal & document(ids), q=p, kv=p)", {"ids": [0, 0, 1, 1], "p": [2, 0, -1, 1]}),
+}
+
+
+@pytest.mark.parametrize("name", BELOW)
+@pytest.mark.parametrize("lengths", [(4,), ()])
+def test_an_index_below_0_leaves_the_table(name: str, lengths: tuple[int, ...]) -> None:
+    text, data = BELOW[name]
+    given = {key: torch.tensor(values) for key, values in data.items()}
+    with pytest.raises(LoweringError, match=r"the index .* ranges from -\d to \d, but the table has 4 values"):
+        fm.plan(text, *lengths)(*([] if lengths else [4]), **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BELOW)
+def test_an_index_below_0_leaves_the_table_in_compiled_code(name: str) -> None:
+    torch._dynamo.reset()
+    text, data = BELOW[name]
+    given = {key: torch.tensor(values) for key, values in data.items()}
+    x = torch.randn(1, 1, 4, 8)
+    compiled = torch.compile(lambda x, given: attention(x, x, x, fm.parse(text, **given)), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="leaves the table"):
+        compiled(x, given)
