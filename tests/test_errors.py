@@ -382,7 +382,7 @@ LOWERING: list[Row] = [
     (
         "cross_length without kv_len",
         lambda: fm.cross_length([9, 2]).dense(5),
-        "kv_len = 5, got 9; ... kv_len= is given ... context=",
+        "kv_len = 5, got 9; ... q_len unless kv_len= is given, ... or context=",
     ),
     ("prefix beyond", lambda: fm.prefix_lm(9).dense(8), "prefix_lm ... 9 ... 8"),
     ("document lengths beyond", lambda: fm.document(lengths=[5, 5]).dense(8), "document ... lengths ... 10 ... 8"),

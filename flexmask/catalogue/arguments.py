@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from flexmask._checks import checked_int
@@ -135,8 +136,9 @@ def with_local_positions(name: str, mask: Mask, queries: Index, near: Index, key
 def _without_length_limits(node: Node) -> Node | None:
     """A lookup whose values may be greater than the length of the sequence, which is not that of a part of it."""
     match node:
-        case Lookup(Ranged(source, what, low, high, role), indices) if high is not None and high.symbols:
-            return Lookup(Ranged(source, what, low, None, role), indices)
+        case Lookup(Ranged(high=Index() as high) as table, indices) if high.symbols:
+            own = tuple([cast(Index, index.replace(_without_length_limits)) for index in indices])
+            return Lookup(replace(table, high=None), own)
     return None
 
 

@@ -174,6 +174,15 @@ def replace_forward(linear: nn.Linear, seen: Callable[..., None]) -> None:
     linear.forward = forward  # type: ignore[method-assign,assignment]
 
 
+def test_a_hook_of_a_projection_sees_it_as_a_whole() -> None:
+    module, seen = MultiheadFlexAttention(12, 12, 4), []
+    module.in_proj.register_forward_hook(lambda _, given, out: seen.append((tuple(given[0].shape), tuple(out.shape))))
+    x, context = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    out = module(x, context=context)
+    assert seen == [((2, 5, 12), (2, 5, 36)), ((2, 7, 12), (2, 7, 36))]
+    torch.testing.assert_close(out.double(), plain(module, x, torch.tensor(True), context), rtol=0, atol=2e-5)
+
+
 HOOKS: dict[str, Callable[[nn.Linear, Callable[..., None]], object]] = {
     "forward": lambda linear, seen: linear.register_forward_hook(seen),
     "before": lambda linear, seen: linear.register_forward_pre_hook(seen, with_kwargs=True),
@@ -184,7 +193,7 @@ HOOKS: dict[str, Callable[[nn.Linear, Callable[..., None]], object]] = {
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_of_a_projection_run_in_cross_attention(hook: str) -> None:
+def test_each_kind_of_hook_of_a_projection_runs_in_cross_attention(hook: str) -> None:
     module, seen = MultiheadFlexAttention(12, 12, 4), []
     HOOKS[hook](module.in_proj, lambda *_: seen.append(hook))
     x, context = torch.randn(2, 5, 12, requires_grad=True), torch.randn(2, 7, 12, requires_grad=True)
